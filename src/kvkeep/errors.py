@@ -1,11 +1,11 @@
 """The errors of kvkeep. Each says what was expected, what came, and what to do.
 
-    KvkeepError
-    ├── BudgetError         a budget that cannot be read, or cannot be kept
-    ├── PolicyError         an unknown policy, part or option; a policy that breaks its contract
-    ├── UnsupportedError    a model, a layer, an argument or a mode that kvkeep has not checked
-    ├── CacheStateError     a cache that cannot serve the call in the state that it is in
-    └── ModelFileError      a model file that is missing, incomplete or not the one that was expected
+KvkeepError
+├── BudgetError         a budget that cannot be read, or cannot be kept
+├── PolicyError         an unknown policy, part or option; a policy that breaks its contract
+├── UnsupportedError    a model, a layer, an argument or a mode that kvkeep has not checked
+├── CacheStateError     a cache that cannot serve the call in the state that it is in
+└── ModelFileError      a model file that is missing, incomplete or not the one that was expected
 """
 
 from __future__ import annotations

@@ -1,0 +1,50 @@
+"""Picks the attention path: `KVKEEP_ATTENTION=reference|padded`, or the one that suits the layer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention import padded, reference
+from kvkeep.errors import UnsupportedError, near_names
+from kvkeep.store import RaggedLayer
+
+VARIABLE = "KVKEEP_ATTENTION"
+PATHS: Mapping[str, Callable[[Tensor, RaggedLayer, float], Tensor]] = {
+    "reference": reference.attend,
+    "padded": padded.attend,
+}
+
+
+def attend(query: Tensor, layer: RaggedLayer, scaling: float) -> Tensor:
+    """Attention of the newest tokens over everything that the layer holds; see `reference.attend`.
+
+    Raises:
+        UnsupportedError: `KVKEEP_ATTENTION` names no path.
+    """
+    name = os.environ.get(VARIABLE, "padded")
+    if name not in PATHS:
+        raise UnsupportedError(
+            expected=f"{VARIABLE} to name an attention path", received=f"{name!r}", remedy=near_names(name, PATHS)
+        )
+    return PATHS[name](query, layer, scaling)
+
+
+def attend_prompt(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    """Causal attention of a text over itself, with nothing before it and no padding.
+
+    Args:
+        query: `[B, H, L, D]`.
+        keys: `[B, H_kv, L, D]`; not repeated for the group.
+        values: `[B, H_kv, L, D]`.
+        scaling: factor on the dot products.
+
+    Returns:
+        `[B, H, L, D]`.
+    """
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, keys, values, is_causal=query.shape[2] > 1, scale=scaling, enable_gqa=query.shape[1] != keys.shape[1]
+    )

@@ -1,0 +1,696 @@
+"""KeepCache: a transformers cache that keeps what a policy chooses and deletes the rest."""
+
+from __future__ import annotations
+
+import copy
+import json
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from kvkeep.budget import Budget
+from kvkeep.errors import BudgetError, CacheStateError, PolicyError, UnsupportedError
+from kvkeep.hf.attach import attach
+from kvkeep.hf.layers import Forward, KeepLayer, KeepSlidingLayer, Progress, Span, refused_assisted_decoding
+from kvkeep.hf.support import LayerPlan, plan_layers
+from kvkeep.policies import Full, PromptPolicy, parse_policy, policy_string
+from kvkeep.store import Ledger
+
+SCHEMA_VERSION = 1
+
+PolicyLike = str | PromptPolicy | Mapping[int | str, str | PromptPolicy]
+
+
+@dataclass(frozen=True, eq=False)
+class Mark:
+    """A point that a cache can be rewound to; see `KeepCache.mark`."""
+
+    columns: int
+    lengths: tuple[int, ...]
+    tails: tuple[int, ...]
+    windows: tuple[tuple[Tensor | None, Tensor | None, int], ...]
+    epoch: int
+
+
+class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
+    """A cache for `model.generate(past_key_values=...)` that holds a budget.
+
+    The text of the first forward is the prompt: when it has been processed, the policy chooses what stays of it, and the
+    rest is deleted. Tokens that follow stay (`ledger.uncut_entries`). Positions follow the tokens seen, not the entries
+    held. Making a cache attaches kvkeep to the model (see `kvkeep.attached`); other caches on it work as before.
+
+    Args:
+        model: a transformers model that kvkeep supports, or a PEFT wrapper of one.
+        policy: a name (`"snapkv[window=64]+ada"`), a policy, or a table by layer index with `"*"` for the others
+            (`{0: "full", "*": "snapkv"}`; layers that are kept in full are paid from the same budget).
+        compression_ratio: fraction of entries to remove, 0 <= r < 1; relative to the text's length.
+        entries: or: entries per cell on average.
+        bytes: or: bytes of the whole cache when it is cut.
+        protect: ranges of positions that stay, as `(start, end)`; negative numbers and None as in a slice.
+        question: positions `(start, end)` of the question, if it is part of the prompt.
+        prompt_tokens: length of the prompt where it arrives in chunks (`prefill_chunk_size`): the cut comes when that
+            many tokens, padding included, have been processed.
+
+    Raises:
+        BudgetError: no budget, more than one, or one that cannot be kept.
+        PolicyError: an unknown policy, part or option.
+        UnsupportedError: a model that kvkeep has not checked.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        policy: PolicyLike,
+        *,
+        compression_ratio: float | None = None,
+        entries: int | None = None,
+        bytes: int | None = None,
+        protect: Sequence[Span] = (),
+        question: tuple[int, int] | None = None,
+        prompt_tokens: int | None = None,
+    ) -> None:
+        plans = plan_layers_checked(model)
+        evictable = [plan for plan in plans if plan.window is None]
+        self.policy = policy
+        table = policy_table(policy, [plan.index for plan in evictable], len(plans))
+        given = (compression_ratio, entries, bytes)
+        if all(isinstance(p, Full) for p in table) and given == (None, None, None):
+            compression_ratio = 0.0
+        self.budget = Budget(compression_ratio=compression_ratio, entries=entries, bytes=bytes)
+        if prompt_tokens is not None and prompt_tokens < 1:
+            raise BudgetError(
+                expected="prompt_tokens of at least 1",
+                received=f"{prompt_tokens}",
+                remedy="leave it out for one forward",
+            )
+        self.prompt_tokens = prompt_tokens
+        self.protect = tuple(_span(span) for span in protect)
+        self._plans = plans
+        self._progress = Progress()
+        self._table = table
+        attach(model)
+        self._model = weakref.ref(model)
+
+        layers: list[Any] = []
+        for plan in plans:
+            if plan.window is not None:
+                layers.append(KeepSlidingLayer(plan.window))
+                continue
+            mine = table[evictable.index(plan)]
+            peers = [other for other, p in zip(evictable, table, strict=True) if p == mine]
+            layers.append(
+                KeepLayer(
+                    index=plan.index,
+                    ordinal=peers.index(plan),
+                    layers=len(peers),
+                    policy=mine,
+                    protect=self.protect,
+                    question=question,
+                    progress=self._progress,
+                )
+            )
+        super().__init__(layers=layers)
+        self._wire()
+        self._start()
+
+    # -- what users read -------------------------------------------------------------------------------------------
+
+    @property
+    def ledger(self) -> Ledger:
+        """Entries and bytes, held and at the peak."""
+        return self._ledger
+
+    @property
+    def notes(self) -> list[str]:
+        """What the policy had to change to stay in the budget, in words."""
+        return list(self._progress.notes)
+
+    @property
+    def evict_seconds(self) -> float:
+        """Time spent so far on scoring, choosing and cutting, within the forwards."""
+        return self._progress.evict_seconds
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a forward ended in an exception and left the layers out of step."""
+        return self._progress.forward is not None
+
+    @property
+    def keep_layers(self) -> list[KeepLayer]:
+        """The evictable layers."""
+        return [layer for layer in self.layers if isinstance(layer, KeepLayer)]
+
+    def kept_positions(self, layer: int, row: int = 0, head: int = 0) -> Tensor:
+        """Positions of the entries that a cell holds, ascending.
+
+        Args:
+            layer: which of the evictable layers.
+            row: of the batch.
+            head: KV head.
+        """
+        return self.keep_layers[layer].store.cell(row, head)[2]
+
+    # -- the walk of a forward -------------------------------------------------------------------------------------
+
+    def begin_forward(
+        self, decoder: nn.Module, shape: tuple[int, int], mask: Tensor | None, position_ids: Tensor | None
+    ) -> None:
+        """Called by the model's hook before the first layer: check everything that can be refused, then begin."""
+        self._refuse_broken()
+        progress = self._progress
+        rows, new = shape
+        if new == 0 or rows == 0:
+            raise CacheStateError(
+                expected="at least one new token", received=f"an input of shape {shape}", remedy="pass a non-empty text"
+            )
+        if progress.lengths and rows != len(progress.lengths):
+            raise UnsupportedError(
+                expected=f"{len(progress.lengths)} rows, as the cache holds",
+                received=f"{rows}",
+                remedy="to use beams or several return sequences, pass a fresh cache; or cache.batch_repeat_interleave(n)",
+            )
+        device = next(decoder.parameters()).device
+        before = progress.lengths or [0] * rows
+        valid = self._new_valid(before, new, mask)
+        steps = torch.ones(rows, new, dtype=torch.long) if valid is None else valid.cpu().long()
+        positions = (torch.tensor(before)[:, None] + steps.cumsum(1) - 1).clamp(min=0)
+        after = [length + int(count) for length, count in zip(before, steps.sum(1).tolist(), strict=True)]
+        if min(after) == 0:
+            raise CacheStateError(
+                expected="at least one token in every row", received="a row of padding only", remedy="leave the row out"
+            )
+        self._check_positions(position_ids, positions, steps)
+        cutting = self._cuts_now(new)
+        waiting = self.prompt_tokens is not None and not self._epoch and not cutting
+        progress.forward = Forward(
+            decoder=decoder,
+            positions=positions.to(device),
+            valid=None if valid is None else valid.to(device),
+            lengths=after,
+            cutting=cutting,
+            reserve=self.prompt_tokens or 0 if waiting or (cutting and progress.columns) else 0,
+            budgets=self._budgets(after) if cutting else (),
+        )
+        self._new_columns = new
+
+    def finish_forward(self) -> None:
+        """Called by the model's hook after the last layer: cut the layers that waited for one another, and commit."""
+        progress = self._progress
+        forward = progress.forward
+        if forward is None:
+            return
+        while waiting := [layer for layer in self.keep_layers if layer.judged]:
+            policy = waiting[0].policy
+            layers = [layer for layer in waiting if layer.policy == policy]
+            judgements = [judgement for layer in layers for _, judgement in layer.judged]
+            # Rows that came one by one share no budget: each is chosen for by itself, over all its layers.
+            groups = len(layers[0].judged)
+            masks: list[list[Tensor]] = [[] for _ in layers]
+            for group in range(groups):
+                chosen = policy.choose(judgements[group::groups])
+                for kept, mask in zip(masks, chosen, strict=True):
+                    kept.append(mask)
+            for layer, kept in zip(layers, masks, strict=True):
+                layer.cut(kept)
+        progress.lengths = forward.lengths
+        progress.columns += self._new_columns
+        if forward.cutting:
+            self._epoch += 1
+            self._cut_next = False
+        progress.forward = None
+        if forward.cutting:
+            self._mark_cut()
+
+    def _mark_cut(self) -> None:
+        self._last_cut = self.mark()
+        for layer in self._sliding:
+            layer.marked = (layer.keys, layer.values)
+
+    def cut_next(self) -> None:
+        """Judge everything that is held, old and new, at the end of the next forward; `Session` uses this."""
+        self._cut_next = True
+
+    # -- going back ------------------------------------------------------------------------------------------------
+
+    def mark(self) -> Mark:
+        """The present state, to `rewind` to. Valid until the next cut or reordering."""
+        self._refuse_broken()
+        return Mark(
+            columns=self._progress.columns,
+            lengths=tuple(self._progress.lengths),
+            tails=tuple(layer.store.tail_length for layer in self.keep_layers),
+            windows=tuple(layer.snapshot() for layer in self._sliding),
+            epoch=self._epoch,
+        )
+
+    def rewind(self, mark: Mark | None = None) -> None:
+        """Go back to a mark, or to the last cut: another question finds the cache as the first one did.
+
+        Raises:
+            CacheStateError: nothing was cut yet, or the entries of the mark are gone.
+        """
+        self._refuse_broken()
+        mark = mark if mark is not None else self._last_cut
+        tails = [layer.store.tail_length for layer in self.keep_layers]
+        if mark is None or mark.epoch != self._epoch or any(t < m for t, m in zip(tails, mark.tails, strict=True)):
+            raise CacheStateError(
+                expected="a mark taken since the last cut, with its entries still held",
+                received="no cut yet" if mark is None else "a mark from before a cut, a reordering or another rewind",
+                remedy="take a new mark() after the text has been ingested",
+            )
+        for layer, tail in zip(self.keep_layers, mark.tails, strict=True):
+            layer.store.rewind(tail)
+        for sliding, window in zip(self._sliding, mark.windows, strict=True):
+            sliding.restore(window)
+        self._progress.columns, self._progress.lengths = mark.columns, list(mark.lengths)
+        self._record_all()
+
+    def fork(self) -> KeepCache:
+        """An independent cache with the same content; kept entries are shared until one of the two writes."""
+        self._refuse_broken()
+        twin = copy.copy(self)
+        twin._progress = copy.copy(self._progress)
+        twin._progress.lengths = list(self._progress.lengths)
+        twin._progress.notes = list(self._progress.notes)
+        twin.layers = [copy.copy(layer) for layer in self.layers]
+        for layer in twin.keep_layers:
+            layer.progress = twin._progress
+            layer.store = layer.store.fork()
+            layer.judged, layer._queries = [], []
+        twin._wire()
+        return twin
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest tokens: -n removes n, and a positive number is the length to come down to.
+
+        Raises:
+            CacheStateError: they reach back into what was cut, or a sliding window no longer holds what lies before.
+        """
+        self._refuse_broken()
+        progress = self._progress
+        remove = -tokens_to_remove if tokens_to_remove <= 0 else progress.columns - tokens_to_remove
+        if remove <= 0:
+            return
+        room = min((layer.store.tail_length for layer in self.keep_layers), default=0)
+        slid = any(layer.cumulative_length >= layer.sliding_window for layer in self._sliding)
+        if remove > room or slid:
+            raise CacheStateError(
+                expected=f"at most {0 if slid else room} tokens to remove, those since the last cut"
+                + (" while no sliding window is full" if slid else ""),
+                received=f"{remove}",
+                remedy="use rewind(), which goes back to the last cut exactly",
+            )
+        for layer in self.keep_layers:
+            store = layer.store
+            gone = store.tail_counts()
+            store.rewind(store.tail_length - remove)
+            gone = gone - store.tail_counts()
+        for layer in self._sliding:
+            keys, values, seen = layer.snapshot()
+            if keys is not None and values is not None:
+                layer.restore((keys[:, :, :-remove].clone(), values[:, :, :-remove].clone(), seen - remove))
+        progress.columns -= remove
+        progress.lengths = [length - int(g) for length, g in zip(progress.lengths, gone.tolist(), strict=True)]
+        self._record_all()
+
+    def reset(self) -> None:
+        """Hold nothing, as after construction; also the way out of a broken cache."""
+        for layer in self.layers:
+            layer.reset()
+        self._progress.lengths, self._progress.columns = [], 0
+        self._progress.forward = None
+        self._progress.notes.clear()
+        self._progress.evict_seconds = 0.0
+        self._start()
+        self._ledger.restart()
+
+    # -- rows ------------------------------------------------------------------------------------------------------
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make row i what row `beam_idx[i]` was (beam search)."""
+        self._refuse_broken()
+        super().reorder_cache(beam_idx)
+        self._rows_changed(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times."""
+        self._refuse_broken()
+        super().batch_repeat_interleave(repeats)
+        self._rows_changed([row for row in range(len(self._progress.lengths)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only some rows."""
+        self._refuse_broken()
+        super().batch_select_indices(indices)
+        self._rows_changed(torch.arange(len(self._progress.lengths))[indices.cpu()].tolist())
+
+    def activate_past_recording(self) -> None:
+        """Refused: assisted decoding asks for it before the first forward."""
+        raise refused_assisted_decoding()
+
+    # -- files -----------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write the cache to a safetensors file; `KeepCache.load` reads it in another process.
+
+        The file is written under another name and renamed, so that an interrupted save leaves the former file.
+        """
+        self._refuse_broken()
+        path = Path(path)
+        tensors: dict[str, Tensor] = {}
+        for index, layer in enumerate(self.keep_layers):
+            used = layer.store.fork()
+            used.trim()
+            tensors |= {f"layer.{index}.{name}": t.contiguous() for name, t in used.tensors().items()}
+        for index, layer in enumerate(self._sliding):
+            if layer.keys is not None:
+                tensors[f"window.{index}.keys"] = layer.keys.contiguous()
+                tensors[f"window.{index}.values"] = layer.values.contiguous()
+        facts = {
+            "schema_version": SCHEMA_VERSION,
+            "model": self._fingerprint(),
+            "policy": self._policy_text(),
+            "budget": self.budget.describe(),
+            "protect": self.protect,
+            "prompt_tokens": self.prompt_tokens,
+            "lengths": self._progress.lengths,
+            "columns": self._progress.columns,
+            "epoch": self._epoch,
+            "peak_bytes": self._ledger.peak_bytes,
+            "notes": self._progress.notes,
+            "batch": [layer.store.batch for layer in self.keep_layers],
+            "kv_heads": [layer.store.kv_heads for layer in self.keep_layers],
+            "seen": [layer.cumulative_length for layer in self._sliding],
+        }
+        temporary = path.with_name(path.name + ".partial")
+        save_file(tensors, temporary, metadata={"kvkeep": json.dumps(facts)})
+        temporary.replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path, model: Any, *, policy: PolicyLike | None = None) -> KeepCache:
+        """Read a cache that `save` wrote, for the same model.
+
+        Args:
+            path: the file.
+            model: the model that the cache was made with.
+            policy: only for caches whose policy has no name.
+
+        Raises:
+            CacheStateError: not such a file, a damaged one, or one of another model.
+        """
+        try:
+            with safe_open(path, framework="pt") as file:
+                facts = json.loads((file.metadata() or {})["kvkeep"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
+        except (OSError, KeyError, ValueError, RuntimeError) as error:  # safetensors' own error is a RuntimeError
+            raise CacheStateError(
+                expected="a file that KeepCache.save wrote",
+                received=f"{path}: {error}",
+                remedy="save the cache again",
+            ) from None
+        except Exception as error:  # SafetensorError derives from Exception alone
+            raise CacheStateError(
+                expected="a whole safetensors file", received=f"{path}: {error}", remedy="save the cache again"
+            ) from None
+        if facts["schema_version"] != SCHEMA_VERSION:
+            raise CacheStateError(
+                expected=f"schema version {SCHEMA_VERSION}",
+                received=f"{facts['schema_version']}",
+                remedy="save the cache again with this version of kvkeep",
+            )
+        cache = cls(
+            model,
+            policy if policy is not None else _policy_from_text(facts["policy"]),
+            protect=[tuple(span) for span in facts["protect"]],
+            prompt_tokens=facts["prompt_tokens"],
+            **facts["budget"],
+        )
+        if facts["model"] != cache._fingerprint():
+            raise CacheStateError(
+                expected=f"the model that the cache was made with: {facts['model']}",
+                received=cache._fingerprint(),
+                remedy="load the cache with the same weights in the same dtype",
+            )
+        for index, layer in enumerate(cache.keep_layers):
+            start = f"layer.{index}."
+            mine = {name[len(start) :]: t for name, t in tensors.items() if name.startswith(start)}
+            device = next(model.parameters()).device
+            layer.store.load_tensors(
+                {name: t.to(device) for name, t in mine.items()}, facts["batch"][index], facts["kv_heads"][index]
+            )
+            layer.is_initialized = True
+        for index, sliding in enumerate(cache._sliding):
+            device = next(model.parameters()).device
+            pair = (tensors.get(f"window.{index}.keys"), tensors.get(f"window.{index}.values"))
+            keys, values = (None if t is None else t.to(device) for t in pair)
+            sliding.restore((keys, values, facts["seen"][index]))
+        cache._progress.lengths, cache._progress.columns = facts["lengths"], facts["columns"]
+        cache._progress.notes = facts["notes"]
+        cache._epoch = facts["epoch"]
+        cache._ledger.restart()
+        cache._ledger.peak_bytes = facts["peak_bytes"]
+        if cache._epoch:
+            cache._mark_cut()
+        return cache
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _sliding(self) -> list[KeepSlidingLayer]:
+        return [layer for layer in self.layers if isinstance(layer, KeepSlidingLayer)]
+
+    def _start(self) -> None:
+        self._epoch = 0  # cuts and reorderings so far; a mark belongs to one
+        self._cut_next = False
+        self._new_columns = 0
+        self._last_cut: Mark | None = None
+
+    def _wire(self) -> None:
+        """Make a ledger for the layers and let each report to it, without a reference cycle that would delay freeing."""
+        progress, sliding = self._progress, self._sliding
+        self._ledger = Ledger(
+            [layer.store for layer in self.keep_layers],
+            lambda: progress.lengths if progress.forward is None else progress.forward.lengths,
+            [_weak_nbytes(layer) for layer in sliding],
+        )
+        ledger = weakref.ref(self._ledger)
+        for index, layer in enumerate(self.keep_layers):
+            layer.record = _recorder(ledger, Ledger.record, index)
+        for index, layer in enumerate(sliding):
+            layer.record = _recorder(ledger, Ledger.record_window, index)
+
+    def _record_all(self) -> None:
+        for layer in self.layers:
+            layer.record()
+
+    def _rows_changed(self, rows: list[int]) -> None:
+        self._progress.lengths = [self._progress.lengths[row] for row in rows] if self._progress.lengths else []
+        self._epoch += 1
+        self._last_cut = None
+        self._record_all()
+
+    def _refuse_broken(self) -> None:
+        if self.is_broken:
+            raise CacheStateError(
+                expected="a cache whose last forward went through",
+                received="one that an exception left with layers of different length",
+                remedy="call cache.reset() and process the text again, or use a fork made before",
+            )
+
+    def _cuts_now(self, new: int) -> bool:
+        if self._cut_next:
+            return True
+        if self._epoch or self._last_cut is not None:
+            return False
+        if self.prompt_tokens is None:
+            return self._progress.columns == 0
+        end = self._progress.columns + new
+        if end > self.prompt_tokens:
+            raise CacheStateError(
+                expected=f"a prompt that ends at prompt_tokens={self.prompt_tokens}",
+                received=f"a forward that reaches token {end}",
+                remedy="set prompt_tokens to the length of input_ids, padding included",
+            )
+        return end == self.prompt_tokens
+
+    def _new_valid(self, before: list[int], new: int, mask: Tensor | None) -> Tensor | None:
+        """`[B, new]` which of the new tokens are no padding; None if all are."""
+        if mask is None:
+            return None
+        seen = self._progress.columns
+        if tuple(mask.shape) != (len(before), seen + new):
+            raise UnsupportedError(
+                expected=f"an attention mask of shape {(len(before), seen + new)}: tokens seen and new ones",
+                received=f"{tuple(mask.shape)}",
+                remedy="pass the mask of the whole text, the part that is cached included",
+            )
+        mask = mask.bool()
+        if seen and mask[:, :seen].sum(1).tolist() != before:
+            raise UnsupportedError(
+                expected="a mask that agrees with the tokens in the cache",
+                received="one that hides or shows tokens which were seen otherwise",
+                remedy="pass the mask of the prompt with ones for what followed",
+            )
+        fresh = mask[:, seen:]
+        return None if bool(fresh.all()) else fresh
+
+    def _check_positions(self, position_ids: Tensor | None, positions: Tensor, steps: Tensor) -> None:
+        """Positions must follow the logical length, or the column where padding counts; anything else is refused."""
+        if position_ids is None or (position_ids.device.type != "cpu" and steps.shape[1] == 1):
+            return  # no synchronisation with a device at every step of a generation
+        given = position_ids.cpu()
+        if given.ndim != 2 or given.shape[1] != steps.shape[1]:
+            raise UnsupportedError(
+                expected=f"position_ids of shape {tuple(steps.shape)}",
+                received=f"{tuple(given.shape)}",
+                remedy="leave position_ids out",
+            )
+        real = steps.bool()
+        columns = (self._progress.columns + torch.arange(steps.shape[1]))[None].expand_as(steps)
+        given = given.expand_as(steps)
+        if not (torch.equal(given[real], positions[real]) or torch.equal(given[real], columns[real])):
+            raise UnsupportedError(
+                expected=f"positions that go on from the {self._progress.columns} tokens seen",
+                received=f"{given[0, :4].tolist()}...",
+                remedy="leave position_ids out; packed sequences are not supported",
+            )
+
+    def _budgets(self, lengths: list[int]) -> list[int]:
+        """Entries per cell on average, row by row, for the layers whose policy evicts.
+
+        Raises:
+            BudgetError: layers kept in full, or protected entries, need more than the budget.
+        """
+        evictable = [plan for plan in self._plans if plan.window is None]
+        reserved = sum(
+            len(lengths) * plan.shape.kv_heads * plan.shape.entry_bytes * min(plan.window - 1, max(lengths))
+            for plan in self._plans
+            if plan.window is not None
+        )
+        average = self.budget.entries_per_cell(lengths, [plan.shape for plan in evictable], reserved)
+        full = sum(isinstance(policy, Full) for policy in self._table)
+        budgets = []
+        for length, entries in zip(lengths, average, strict=True):
+            if 0 < full < len(self._table):
+                entries = (entries * len(self._table) - length * full) // (len(self._table) - full)
+            elif full and entries < length:
+                raise BudgetError(
+                    expected=f"a budget of {length} entries per cell, all that policy 'full' keeps",
+                    received=f"{entries} ({self.budget})",
+                    remedy="choose a policy that evicts, or compression_ratio=0",
+                )
+            pinned = len({p for span in self.protect for p in range(*slice(*span).indices(length))})
+            if entries < max(1, pinned):
+                raise BudgetError(
+                    expected=f"a budget of at least {max(1, pinned)} entries per cell"
+                    + (f" for {pinned} protected positions" if pinned else "")
+                    + (f" beside {full} layers that are kept in full" if full else ""),
+                    received=f"{entries} ({self.budget} of a text of {length} tokens)",
+                    remedy="raise the budget, protect less, or keep fewer layers in full",
+                )
+            budgets.append(entries)
+        return budgets
+
+    def _fingerprint(self) -> str:
+        from kvkeep.hf.models import model_sha256
+
+        model = self._model()
+        if model is None:
+            raise CacheStateError(expected="a living model", received="one that was deleted", remedy="keep the model")
+        return f"{model_sha256(model)} {model.dtype}"
+
+    def _policy_text(self) -> Any:
+        if isinstance(self.policy, Mapping):
+            return {str(k): policy_string(parse_policy(v)) for k, v in self.policy.items()}
+        return policy_string(parse_policy(self.policy))
+
+
+def plan_layers_checked(model: Any) -> list[LayerPlan]:
+    """The layers of a model, at least one of which can be evicted.
+
+    Raises:
+        UnsupportedError: an unknown model, or one whose layers all keep a window of their own.
+    """
+    from kvkeep.hf.support import check_model, unwrap
+
+    inner = unwrap(model)
+    check_model(inner)
+    plans = plan_layers(inner)
+    if all(plan.window is not None for plan in plans):
+        raise UnsupportedError(
+            expected="a model with at least one layer of full attention",
+            received=f"{type(inner).__name__}, whose layers all keep a window of {plans[0].window}",
+            remedy="there is nothing to evict; use a DynamicCache",
+        )
+    return plans
+
+
+def policy_table(policy: PolicyLike, indices: Sequence[int], layers: int) -> list[PromptPolicy]:
+    """The policy of each evictable layer.
+
+    Args:
+        policy: a policy or its name, or a table by layer index with "*" for the others.
+        indices: the model's indices of the evictable layers.
+        layers: number of layers of the model.
+
+    Raises:
+        PolicyError: an index that the model does not have or does not evict, or layers without a policy.
+    """
+    if not isinstance(policy, Mapping):
+        same = parse_policy(policy)
+        return [same] * len(indices)
+    parsed = {key: parse_policy(value) for key, value in policy.items()}
+    unknown = [key for key in parsed if key != "*" and key not in indices]
+    missing = [index for index in indices if index not in parsed and "*" not in parsed]
+    if unknown or missing:
+        raise PolicyError(
+            expected=f"a policy for each evictable layer of {layers}: {list(indices)}, or '*' for the others",
+            received=f"none for {missing}" if missing else f"{unknown}",
+            remedy="add '*', and leave out sliding-window layers, which keep their window",
+        )
+    return [parsed[index] if index in parsed else parsed["*"] for index in indices]
+
+
+def _policy_from_text(text: Any) -> PolicyLike:
+    if isinstance(text, dict):
+        return {key if key == "*" else int(key): value for key, value in text.items()}
+    return str(text)
+
+
+def _span(span: Any) -> Span:
+    if isinstance(span, range | slice) and span.step in (None, 1):
+        return span.start, span.stop
+    if isinstance(span, Sequence) and len(span) == 2 and all(isinstance(x, int | None) for x in span):
+        return span[0], span[1]
+    raise BudgetError(
+        expected="protected ranges as (start, end), with whole numbers or None as in a slice",
+        received=f"{span!r}",
+        remedy="for example protect=[(0, 24), (-64, None)]",
+    )
+
+
+def _weak_nbytes(layer: KeepSlidingLayer) -> Callable[[], int]:
+    reference = weakref.ref(layer)
+
+    def nbytes() -> int:
+        alive = reference()
+        return 0 if alive is None else alive.nbytes()
+
+    return nbytes
+
+
+def _recorder(ledger: weakref.ref[Ledger], method: Callable[[Ledger, int], None], index: int) -> Callable[[], None]:
+    def record() -> None:
+        alive = ledger()
+        if alive is not None:
+            method(alive, index)
+
+    return record

@@ -1,0 +1,345 @@
+"""The layers of a KeepCache: what one layer does during a forward.
+
+A forward's facts (rows, padding, positions, whether the text ends here) are read once, before the first layer, and stand
+in a `Forward` that all layers share.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+
+from kvkeep.attention import attend, attend_prompt
+from kvkeep.errors import CacheStateError, UnsupportedError
+from kvkeep.hf.attention import Handle, KeptLength
+from kvkeep.hf.support import output_weight_of, rotary_of
+from kvkeep.observation import Observation
+from kvkeep.policies.protocols import Judgement, PromptPolicy
+from kvkeep.store import Held, RaggedLayer
+
+Span = tuple[int | None, int | None]
+
+
+@dataclass
+class Progress:
+    """What a cache has seen, shared by its layers.
+
+    Attributes:
+        lengths: logical length of each row: tokens seen, without padding.
+        columns: tokens seen with padding, the same for all rows; what transformers calls the sequence length.
+        forward: the forward that is running, None between forwards.
+        notes: what policies had to change to stay in the budget.
+        evict_seconds: time spent on scores, choices and cuts.
+    """
+
+    lengths: list[int] = field(default_factory=list)
+    columns: int = 0
+    forward: Forward | None = None
+    notes: list[str] = field(default_factory=list)
+    evict_seconds: float = 0.0
+
+
+@dataclass
+class Forward:
+    """One forward pass.
+
+    Attributes:
+        decoder: the model's decoder, for policies that ask for rotary embeddings.
+        positions: `[B, q]` logical positions of the new tokens.
+        valid: `[B, q]` false at padding, None if there is none.
+        lengths: logical length of each row when this forward is done.
+        cutting: the text ends here: judge and cut.
+        reserve: columns that are known to come.
+        budgets: for each row, entries a cell may keep on average, for layers that are cut.
+    """
+
+    decoder: nn.Module
+    positions: Tensor
+    valid: Tensor | None
+    lengths: list[int]
+    cutting: bool
+    reserve: int = 0
+    budgets: Sequence[int] = ()
+
+
+class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not typed
+    """A layer of full attention whose entries a policy may evict.
+
+    Args:
+        index: of the layer in the model.
+        ordinal: which of `layers` layers with this policy it is, from 0.
+        layers: layers that share the policy's budget.
+        policy: decides what stays.
+        protect: position ranges that the caller protects, as slices `(start, end)`.
+        question: positions of the question, if it is visible.
+        progress: shared by all layers of the cache.
+    """
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        ordinal: int,
+        layers: int,
+        policy: PromptPolicy,
+        protect: Sequence[Span],
+        question: tuple[int, int] | None,
+        progress: Progress,
+    ) -> None:
+        super().__init__()
+        self.index, self.ordinal, self.layers = index, ordinal, layers
+        self.policy = policy
+        self.protect = protect
+        self.question = question
+        self.progress = progress
+        self.store = RaggedLayer()
+        self.record: Callable[[], None] = lambda: None
+        self.judged: list[tuple[Held, Judgement]] = []
+        self._queries: list[tuple[Tensor, Tensor, Tensor | None]] = []  # of earlier chunks of a text not yet cut
+
+    # -- what transformers asks ------------------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the store takes its shape from the first tokens."""
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Hand the new tokens to the attention function, which stores them after it has taken them out."""
+        if self.progress.forward is None:
+            raise CacheStateError(
+                expected="a forward of the model that this cache was made for, with kvkeep attached",
+                received="an update from a model that kvkeep is not attached to",
+                remedy="make the cache with KeepCache(model, ...) for this very model; after detach make a new one",
+            )
+        handle = Handle(self, key_states, value_states)
+        return handle, handle
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the mask; the length is marked, so that no q x L mask is built."""
+        return KeptLength(self.progress.columns + query_length), 0
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, padding included, whatever was evicted: positions follow this."""
+        return self.progress.columns
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """No limit; the name before transformers 5.17."""
+        return -1
+
+    @property
+    def batch_size(self) -> int:
+        """Rows, or -1 before the first forward."""
+        return self.store.batch or -1
+
+    def reset(self) -> None:
+        """Hold nothing."""
+        self.store.reset()
+        self.judged.clear()
+        self._queries.clear()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make row i what row `beam_idx[i]` was."""
+        self.store.reorder(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row."""
+        self.store.reorder(torch.arange(self.store.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some rows."""
+        rows = torch.arange(self.store.batch, device=indices.device)[indices]
+        self.store.reorder(rows)
+
+    # -- the forward -----------------------------------------------------------------------------------------------
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Store the new tokens, attend, and cut if the text ends here.
+
+        Args:
+            module: the attention module, for policies that ask for its rotation or output projection.
+            query: `[B, H, q, D]`.
+            key: `[B, H_kv, q, D]`.
+            value: `[B, H_kv, q, D]`.
+            scaling: factor on the dot products.
+
+        Returns:
+            `[B, q, H, D]`.
+        """
+        forward = self.progress.forward
+        if forward is None:
+            raise CacheStateError(
+                expected="a running forward", received="none", remedy="call the model, not its attention modules"
+            )
+        alone = self.store.keys is None and self.store.tail_length == 0
+        positions = forward.positions.to(key.device)
+        valid = None if forward.valid is None else forward.valid.to(key.device)
+        self.store.append(key, value, positions, valid, forward.reserve)
+        self.is_initialized = True
+        del key, value  # the store has them; a cut must be able to free them
+        output = self._attend_alone(query, valid, scaling) if alone else attend(query, self.store, scaling)
+        if forward.cutting:
+            self._judge(module, query, positions, valid, scaling)
+        elif forward.reserve:
+            self._remember(query, positions, valid)
+        self.record()
+        return output.transpose(1, 2).contiguous()
+
+    def cut(self, masks: Sequence[Tensor]) -> None:
+        """Keep what the masks name, in the order of `judged`."""
+        self.store.cut([held for held, _ in self.judged], masks)
+        self.judged.clear()
+        self.record()
+
+    def _attend_alone(self, query: Tensor, valid: Tensor | None, scaling: float) -> Tensor:
+        """Attention of a text with nothing before it."""
+        [*held] = self.store.held(self._lengths)
+        if valid is None:
+            if len(held) == 1:
+                return attend_prompt(query, held[0].keys, held[0].values, scaling)
+        output = torch.zeros_like(query)
+        for rows in held:  # row by row, without padding
+            first, last = rows.rows
+            columns = slice(None) if valid is None else valid[first]
+            output[first:last, :, columns] = attend_prompt(
+                query[first:last, :, columns], rows.keys, rows.values, scaling
+            )
+        return output
+
+    @property
+    def _lengths(self) -> list[int]:
+        forward = self.progress.forward
+        return self.progress.lengths if forward is None else forward.lengths
+
+    def _remember(self, query: Tensor, positions: Tensor, valid: Tensor | None) -> None:
+        """Keep the queries that the policy will need when the text ends in a later chunk."""
+        wanted = self.policy.needs().queries
+        if wanted == 0:
+            return
+        self._queries.append((query.detach(), positions, valid))
+        if wanted is not None:
+            seen = 0
+            for at in range(len(self._queries) - 1, -1, -1):
+                seen += self._queries[at][0].shape[2]
+                if seen >= wanted:
+                    self._queries = [(q.clone() if q is not query else q, p, v) for q, p, v in self._queries[at:]]
+                    break
+
+    def _judge(self, module: nn.Module, query: Tensor, positions: Tensor, valid: Tensor | None, scaling: float) -> None:
+        started = time.perf_counter()
+        self._queries.append((query.detach(), positions, valid))
+        for held in self.store.held(self._lengths):
+            observation = self._observe(module, held, scaling)
+            judgement = self.policy.judge(observation)
+            self.progress.notes.extend(note for note in judgement.notes if note not in self.progress.notes)
+            self.judged.append((held, judgement))
+        self._queries.clear()
+        if self.policy.scope == "layer":
+            self.cut([self.policy.choose([judgement])[0] for _, judgement in self.judged])
+        self.progress.evict_seconds += time.perf_counter() - started
+
+    def _observe(self, module: nn.Module, held: Held, scaling: float) -> Observation:
+        forward = self.progress.forward
+        if forward is None:
+            raise RuntimeError("no forward is running")
+        first, last = held.rows
+        needs = self.policy.needs()
+        pieces, places = [], []
+        for query, position, valid in self._queries:
+            # Rows with padding come one by one; their padding is left out.
+            columns = slice(None) if valid is None else valid[first]
+            pieces.append(query[first:last, :, columns])
+            places.append(position[first:last, columns])
+        queries, query_positions = torch.cat(pieces, dim=2), torch.cat(places, dim=1).long()
+        if needs.queries is not None:
+            start = max(0, queries.shape[2] - needs.queries)
+            queries, query_positions = queries[:, :, start:], query_positions[:, start:]
+        length = forward.lengths[first]
+        protected = None
+        if self.protect:
+            protected = torch.zeros_like(held.valid)
+            for span in self.protect:
+                start, end, _ = slice(*span).indices(length)
+                protected |= (held.positions >= start) & (held.positions < end)
+        return Observation(
+            queries=queries,
+            query_positions=query_positions,
+            keys=held.keys,
+            values=held.values,
+            positions=held.positions,
+            valid=held.valid,
+            scaling=scaling,
+            length=length,
+            budget=forward.budgets[first],
+            layer=self.index,
+            ordinal=self.ordinal,
+            layers=self.layers,
+            question=self.question,
+            protected=protected,
+            rotary=rotary_of(forward.decoder, module) if needs.rotary else None,
+            output_weight=output_weight_of(module, query.shape[1]) if needs.output_weight else None,
+        )
+
+
+class KeepSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
+    """A sliding-window layer: keeps its own window, is never evicted, and holds no more than it uses."""
+
+    def __init__(self, sliding_window: int) -> None:
+        super().__init__(sliding_window=sliding_window)
+        self.record: Callable[[], None] = lambda: None
+        self.marked: tuple[Tensor | None, ...] = ()  # what the cache's last cut still needs, for `rewind`
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As transformers does it; what is kept is copied, since a view would keep the whole text alive."""
+        full: tuple[Tensor, Tensor] = super().update(key_states.detach(), value_states.detach(), *args, **kwargs)
+        self.keys, self.values = self.keys.clone(), self.values.clone()
+        self.record()
+        return full
+
+    def activate_past_recording(self) -> None:
+        """Refused: assisted decoding would roll back what other layers have evicted."""
+        raise refused_assisted_decoding()
+
+    def snapshot(self) -> tuple[Tensor | None, Tensor | None, int]:
+        """What the layer holds; exact and without a copy, since updates replace the tensors."""
+        return self.keys, self.values, self.cumulative_length
+
+    def restore(self, snapshot: tuple[Tensor | None, Tensor | None, int]) -> None:
+        """Hold what `snapshot` gave."""
+        self.keys, self.values, self.cumulative_length = snapshot
+        self.is_initialized = self.keys is not None
+        if self.keys is not None:
+            self.device, self.dtype = self.keys.device, self.keys.dtype
+
+    def reset(self) -> None:
+        """Hold nothing."""
+        self.keys = self.values = None
+        self.marked = ()
+        self.is_initialized = False
+        self.cumulative_length = 0
+
+    def nbytes(self) -> int:
+        """Bytes of the window, and of the window at the last cut where that is another."""
+        held = {t.data_ptr(): t for t in (self.keys, self.values, *self.marked) if t is not None}
+        return sum(t.untyped_storage().nbytes() for t in held.values())
+
+
+def refused_assisted_decoding() -> UnsupportedError:
+    """The error for modes that roll the cache back step by step."""
+    return UnsupportedError(
+        expected="a generation mode that only appends: greedy, sampling or beams",
+        received="assisted or speculative decoding, which rolls the cache back",
+        remedy="generate without an assistant, or use a DynamicCache",
+    )

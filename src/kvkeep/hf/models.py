@@ -1,0 +1,269 @@
+"""Models by name, and the identity of the weights that a result was made with.
+
+    model, tokenizer = load_model("smollm2-135m")                # known by name: fetched once, then offline
+    model, tokenizer = load_model("some-org/some-model")         # an id of the hub, through transformers
+    model, tokenizer = load_model("models/mine")                 # a folder of transformers
+    model, tokenizer = load_model("models/mine.Q4_K_M.gguf")     # a GGUF file, dequantised at each load
+
+Weights are read from safetensors or GGUF files, never from pickles, and no code that comes with a model is run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from kvkeep.errors import ModelFileError, UnsupportedError, near_names
+from kvkeep.hf.convert import QUICK_CHECK_TOKENS, check_model, quiet, read_gguf
+from kvkeep.hf.embedded import (
+    KNOWN_MODELS,
+    ModelRecord,
+    fetch_model,
+    kvkeep_home,
+    model_folder,
+    sha256_of,
+    verify_folder,
+)
+
+__all__ = ["KNOWN_MODELS", "ModelRecord", "fetch_model", "kvkeep_home", "load_model", "model_sha256"]
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def load_model(
+    name_or_path: str | PathLike[str],
+    *,
+    dtype: torch.dtype | str = torch.float32,
+    device: torch.device | str = "cpu",
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model and its tokenizer, ready to generate (`eval`, transformers' SDPA attention).
+
+    A string that names a known model is that model, even if a folder of the same name exists. Known models are
+    fetched on first use (see `fetch_model`), need no network afterwards, and are checked at each load: the hashes of
+    their files, and 128 tokens of plain prose whose mean negative log-likelihood must be below the record's bound.
+    Other models are checked for being complete, not for being right.
+
+    The weights of known models and of GGUF files are dequantised ones: not those that the model's makers published.
+
+    Args:
+        name_or_path: the name of a known model, a folder, a `.gguf` file, or an `owner/name` of the hub.
+        dtype: float32, bfloat16, float16 or float64; as a string too.
+        device: of torch, such as "cpu", "cuda" or "cuda:1".
+
+    Raises:
+        ModelFileError: an unknown name; a missing, incomplete or damaged file; a known model that fails its check.
+        UnsupportedError: an unknown dtype, or a device that is not there.
+    """
+    kind, place = _as_dtype(dtype), _as_device(device)
+    if isinstance(name_or_path, str) and name_or_path in KNOWN_MODELS:
+        folder = model_folder(name_or_path)
+        return _load_folder(folder if folder.exists() else fetch_model(name_or_path), kind, place)
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return _load_folder(path, kind, place)
+    if path.is_file() and path.suffix == ".gguf":
+        return _load_gguf(path, kind, place)
+    if isinstance(name_or_path, str) and not path.exists() and path.suffix != ".gguf" and _HUB_ID.fullmatch(str(path)):
+        return _from_pretrained(name_or_path, kind, place, local=False)
+    looks_like_path = path.exists() or path.suffix == ".gguf" or len(path.parts) > 1
+    raise ModelFileError(
+        expected="a known model, a folder, a .gguf file, or an owner/name of the hub",
+        received=f"{str(name_or_path)!r}, {'another kind of file' if path.exists() else 'which is none of them'}",
+        remedy="check the path" if looks_like_path else near_names(str(name_or_path), KNOWN_MODELS),
+    )
+
+
+def _load_folder(
+    folder: Path, dtype: torch.dtype, device: torch.device
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    manifest = verify_folder(folder)
+    if not (folder / "config.json").is_file():
+        raise ModelFileError(
+            expected=f"a model folder of transformers, with config.json, at {folder}",
+            received="a folder without config.json",
+            remedy="name the folder that holds config.json, the tokenizer and *.safetensors",
+        )
+    weights = tuple(sorted(folder.glob("*.safetensors")))
+    if not weights:
+        raise ModelFileError(
+            expected=f"weights as *.safetensors in {folder}",
+            received="none",
+            remedy="save the model with save_pretrained (pickled weights are not read), or finish its download",
+        )
+    model, tokenizer = _from_pretrained(folder, dtype, device, local=True)
+    if manifest is not None and (record := KNOWN_MODELS.get(manifest["record"])):
+        check_model(model, tokenizer, record, tokens=QUICK_CHECK_TOKENS)
+    _remember(model, weights)
+    return model, tokenizer
+
+
+def _load_gguf(path: Path, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    model, tokenizer = read_gguf(path)
+    model = model.to(device=device, dtype=dtype)
+    _remember(model, (path,))
+    return model, tokenizer
+
+
+def _from_pretrained(
+    source: str | Path, dtype: torch.dtype, device: torch.device, *, local: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    options: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
+    try:
+        with quiet():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                source,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
+            )
+            tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    except Exception as error:  # readers of files, parsers and the hub's client raise errors of many kinds
+        raise ModelFileError(
+            expected=f"a causal language model with its tokenizer that transformers can load from {str(source)!r}",
+            received=f"{type(error).__name__}: {error}",
+            remedy="check that its files are complete (download it again if in doubt) and that it is a causal "
+            "language model" + ("" if local else ", that the hub can be reached, and that the id is right"),
+        ) from error
+    if missing := sorted(info["missing_keys"]):
+        # transformers fills them with random numbers and goes on.
+        raise ModelFileError(
+            expected=f"weights for every parameter in {str(source)!r}",
+            received=f"none for {len(missing)} of them, such as {missing[0]}",
+            remedy="download the model again; it must have the head of a causal language model",
+        )
+    return model.to(device).eval(), tokenizer
+
+
+def _as_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if found not in DTYPES.values():
+        raise UnsupportedError(
+            expected="a floating type for the weights", received=repr(dtype), remedy=near_names(str(dtype), DTYPES)
+        )
+    assert found is not None
+    return found
+
+
+def _as_device(device: torch.device | str) -> torch.device:
+    try:
+        place = torch.device(device)
+        torch.empty(1, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # a torch without CUDA asserts
+        found = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        raise UnsupportedError(
+            expected="a device that torch can use here",
+            received=f"{str(device)!r} ({str(error).splitlines()[0]})",
+            remedy=f"available: {', '.join(found)}",
+        ) from error
+    return place
+
+
+# --- identity ---------------------------------------------------------------------------------------------------------
+
+FULL_FINGERPRINT_BYTES = 4 << 30
+SAMPLED_ELEMENTS = 65_536
+_WITNESS_ELEMENTS = 64
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """The files that a model was read from, and a witness of the weights as they were then."""
+
+    files: tuple[Path, ...]
+    stamps: tuple[tuple[int, int], ...]
+    witness: str
+    sha256: str | None = None
+
+
+_origins: weakref.WeakKeyDictionary[nn.Module, _Origin] = weakref.WeakKeyDictionary()
+
+
+def model_sha256(model: nn.Module) -> str:
+    """The identity of a model's weights, for results.
+
+    - `<hex>`: SHA-256 of the file that `load_model` read (`model.safetensors` or the `.gguf` file; for several files,
+      the hash of the lines `name hash`). The floating type is no part of it.
+    - `tensors:<hex>`: for any other model, and for one whose weights were changed after it was loaded (cast to another
+      type, too): hash of the config and of every parameter and buffer.
+    - `sample:<hex>`: the same for models above 4 GiB, over at most 65,536 evenly spaced elements of each tensor. It
+      tells models apart, but a change of few elements can escape it.
+
+    Nothing is set on the model. Hashing takes about a second for a gigabyte, once for a model from files.
+
+    Raises:
+        UnsupportedError: the model has parameters without values (on the meta device).
+    """
+    origin = _origins.get(model)
+    if origin and origin.witness == _digest(model, _WITNESS_ELEMENTS):
+        if origin.sha256:
+            return origin.sha256
+        if _stamps(origin.files) == origin.stamps:
+            sha256 = _files_sha256(origin.files)
+            _origins[model] = replace(origin, sha256=sha256)
+            return sha256
+    whole = sum(t.numel() * t.element_size() for _, t in _tensors(model)) <= FULL_FINGERPRINT_BYTES
+    return f"tensors:{_digest(model, None)}" if whole else f"sample:{_digest(model, SAMPLED_ELEMENTS)}"
+
+
+def _remember(model: nn.Module, files: tuple[Path, ...]) -> None:
+    _origins[model] = _Origin(files, _stamps(files), _digest(model, _WITNESS_ELEMENTS))
+
+
+def _stamps(files: tuple[Path, ...]) -> tuple[tuple[int, int], ...]:
+    """Size and time of change of each file; of a file that is gone, zeros."""
+    return tuple((s.st_size, s.st_mtime_ns) if (s := f.stat() if f.exists() else None) else (0, 0) for f in files)
+
+
+def _files_sha256(files: tuple[Path, ...]) -> str:
+    if len(files) == 1:
+        return sha256_of(files[0])
+    return hashlib.sha256("".join(f"{f.name} {sha256_of(f)}\n" for f in files).encode()).hexdigest()
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer by name, tied ones once; buffers that are not saved matter too (rotary frequencies)."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _digest(model: nn.Module, elements: int | None) -> str:
+    """Hash of the config and of each tensor: of all its elements, or of evenly spaced ones."""
+    config = getattr(model, "config", None)
+    essentials = {} if config is None else config.to_dict()
+    for volatile in ("transformers_version", "_name_or_path", "_model_name_or_path"):
+        essentials.pop(volatile, None)
+    hasher = hashlib.sha256(json.dumps(essentials, sort_keys=True, default=str).encode())
+    for name, tensor in _tensors(model):
+        if tensor.is_meta:
+            raise UnsupportedError(
+                expected="a model with its weights in memory",
+                received=f"{name} on the meta device",
+                remedy="load the model without offloading",
+            )
+        hasher.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        flat = tensor.detach().reshape(-1)
+        if elements is not None and flat.numel() > elements:
+            flat = flat[:: -(-flat.numel() // elements)]
+        if flat.numel():
+            hasher.update(flat.cpu().contiguous().view(torch.uint8).numpy())
+    return hasher.hexdigest()

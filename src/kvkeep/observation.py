@@ -1,0 +1,259 @@
+"""What a policy may see of a layer: the entries that it holds, and the queries that may judge them.
+
+The first prompt is the case in which every cell holds every position. Later pieces of text meet cells that hold
+different entries already, so positions and validity are given for each cell; a policy that uses them serves both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import PolicyError
+
+# Attention rows are computed in blocks of at most this many probabilities, so that no L x L matrix ever exists.
+_BLOCK_ELEMENTS = 2**23
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a policy asks of the adapter beyond keys and values; the adapter gathers only that.
+
+    Attributes:
+        queries: how many of the last queries, `None` for the queries of the whole text.
+        rotary: the rotation of the layer's positions, to undo it or to apply another.
+        output_weight: the slice of the output projection that belongs to each query head.
+    """
+
+    queries: int | None = 0
+    rotary: bool = False
+    output_weight: bool = False
+
+    def __or__(self, other: Needs) -> Needs:
+        queries = None if self.queries is None or other.queries is None else max(self.queries, other.queries)
+        return Needs(queries, self.rotary or other.rotary, self.output_weight or other.output_weight)
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """The rotary embedding of one layer, as the model itself computes it.
+
+    Attributes:
+        cos_sin: maps positions `[..., N]` to cosine and sine `[..., N, R]`, R <= D the rotated size.
+        apply: rotates `x [B, H, N, D]` by cosine and sine `[B, N, R]`.
+    """
+
+    cos_sin: Callable[[Tensor], tuple[Tensor, Tensor]]
+    apply: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate `x [B, H, N, D]` to `positions [B, N]`."""
+        return self.apply(x, *self.cos_sin(positions))
+
+    def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Undo the rotation of `x [B, H, N, D]` at `positions [B, N]`, scaled variants (yarn) included."""
+        cos, sin = self.cos_sin(positions)
+        rotated = self.apply(x, cos, -sin)
+        scale = (cos.float().square() + sin.float().square()).mean(-1)[:, None, :, None].to(x.dtype)  # [B, 1, N, 1]
+        size = cos.shape[-1]
+        if size == x.shape[-1]:
+            return rotated / scale
+        return torch.cat([rotated[..., :size] / scale, rotated[..., size:]], dim=-1)
+
+    def mean_rotation(self, positions: Tensor, head_size: int) -> Tensor:
+        """The matrix `[D, D]` that rotates a column vector by the average over `positions [N]`.
+
+        A rotation is linear in its cosine and sine, so the average rotation is the rotation by their averages.
+        """
+        cos, sin = self.cos_sin(positions[None])
+        identity = torch.eye(head_size, dtype=cos.dtype, device=cos.device)[None, None]
+        mean_cos = cos.mean(1, keepdim=True).expand(1, head_size, -1)
+        mean_sin = sin.mean(1, keepdim=True).expand(1, head_size, -1)
+        return self.apply(identity, mean_cos, mean_sin)[0, 0].T
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """One layer's held entries and the queries that may judge them.
+
+    All rows of an observation have the same logical length and the same budget; the adapter gives rows of different
+    length one by one, without their padding.
+
+    Attributes:
+        queries: `[B, H, Q, D]` the last queries that were asked for, after rotation.
+        query_positions: `[B, Q]` their logical positions.
+        keys: `[B, H_kv, N, D]` held keys, after rotation, in ascending order of position.
+        values: `[B, H_kv, N, D]` held values.
+        positions: `[B, H_kv, N]` int64 logical positions of the held entries.
+        valid: `[B, H_kv, N]` false where a cell holds fewer than N entries.
+        scaling: factor on the dot products.
+        length: tokens seen so far, by row; the logical length L.
+        budget: entries that a cell may keep on average.
+        layer: index of the layer in the model, for messages.
+        ordinal: which of the `layers` evictable layers this is, from 0.
+        layers: number of evictable layers that share the budget.
+        question: `(start, end)` positions of the question where it is visible, else None.
+        protected: `[B, H_kv, N]` entries that stay whatever the scores say.
+        rotary: the layer's rotary embedding, if it was asked for.
+        output_weight: `[H, hidden, D]` output projection of each query head, if it was asked for.
+    """
+
+    queries: Tensor
+    query_positions: Tensor
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    valid: Tensor
+    scaling: float
+    length: int
+    budget: int
+    layer: int = 0
+    ordinal: int = 0
+    layers: int = 1
+    question: tuple[int, int] | None = None
+    protected: Tensor | None = None
+    rotary: Rotary | None = None
+    output_weight: Tensor | None = None
+    _memo: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head, G."""
+        return self.queries.shape[1] // self.keys.shape[1]
+
+    @property
+    def held(self) -> Tensor:
+        """`[B, H_kv]` number of valid entries of each cell."""
+        return self.valid.sum(-1)
+
+    @property
+    def compression_ratio(self) -> float:
+        """Fraction that the budget removes of the logical length; 0 if the text is shorter than the budget."""
+        return max(0.0, 1 - self.budget / self.length)
+
+    def with_protected(self, protected: Tensor) -> Observation:
+        """The same observation (its summaries are shared) with entries marked as protected."""
+        return replace(self, protected=protected)
+
+    def protected_or_none(self) -> Tensor:
+        """`[B, H_kv, N]` the protected entries; all false where nothing is protected."""
+        return torch.zeros_like(self.valid) if self.protected is None else self.protected
+
+    def recent(self, window: int) -> Tensor:
+        """`[B, H_kv, N]` true for entries among the last `window` positions of the text."""
+        return self.valid & (self.positions >= self.length - window)
+
+    def zeros(self) -> Tensor:
+        """A float32 tensor of zeros in the shape of scores, `[B, H_kv, N]`."""
+        return torch.zeros(self.positions.shape, dtype=torch.float32, device=self.keys.device)
+
+    def attention_rows(self, window: int) -> Tensor:
+        """Causal attention of the last `window` queries, averaged over the query heads of each group.
+
+        Returns:
+            `[B, H_kv, W, N]` float32; each row sums to one over the valid entries. W is `window`, or the number of
+            queries if there are fewer (a short text, a short later piece). Computed once and shared by all callers.
+
+        Raises:
+            PolicyError: the policy uses queries and declared none in `needs`.
+        """
+        have = self.queries.shape[2]
+        if have == 0:
+            raise PolicyError(
+                expected="a policy whose `needs` declares the queries that it uses",
+                received=f"a window of {window} without any query in layer {self.layer}",
+                remedy="return Needs(queries=...) with the largest window that `score` uses",
+            )
+        window = min(window, have)
+        rows: Tensor | None = self._memo.get("rows")
+        if rows is None or rows.shape[2] < window:
+            blocks = [p.mean(2) for p in self._probabilities(have - window)]  # group mean of [B, H_kv, G, q, N]
+            rows = torch.cat(blocks, dim=2)
+            self._memo["rows"] = rows
+        return rows[:, :, rows.shape[2] - window :]
+
+    def window_attention(self, window: int) -> Tensor:
+        """Attention received from the last `window` queries: mean over queries and group, `[B, H_kv, N]` float32."""
+        return self.attention_rows(window).mean(2)
+
+    def accumulated_attention(self) -> Tensor:
+        """Attention received from all queries of the text: sum over queries, mean over the group, `[B, H_kv, N]`."""
+        total: Tensor | None = self._memo.get("accumulated")
+        if total is None:
+            total = self.zeros()
+            for block in self._probabilities(0):
+                total += block.mean(2).sum(2)
+            self._memo["accumulated"] = total
+        return total
+
+    def pool_heads(self, summary: Tensor, how: str = "mean") -> Tensor:
+        """One value for all heads of a layer, given back to each cell that holds the position.
+
+        Args:
+            summary: `[B, H_kv, N]` float32, zero or positive (attention and the like).
+            how: `mean` over the KV heads (a head that no longer holds the position counts as zero) or `max`.
+
+        Returns:
+            `[B, H_kv, N]` float32, zero where a cell holds no entry.
+        """
+        first = self.positions[:, :1]
+        if bool(self.valid.all()) and bool((self.positions == first).all()):
+            pooled = summary.mean(1, keepdim=True) if how == "mean" else summary.amax(1, keepdim=True)
+            return pooled.expand_as(summary)
+        batch, heads, _ = summary.shape
+        index = self.positions.masked_fill(~self.valid, 0)
+        spread = summary.new_zeros(batch, heads, self.length)
+        spread.scatter_add_(2, index, summary.masked_fill(~self.valid, 0))
+        pooled = spread.mean(1, keepdim=True) if how == "mean" else spread.amax(1, keepdim=True)
+        return pooled.expand(-1, heads, -1).gather(2, index).masked_fill(~self.valid, 0)
+
+    def key_norms(self) -> Tensor:
+        """Euclidean norms of the keys, `[B, H_kv, N]` float32."""
+        return self._float("keys").norm(dim=-1)
+
+    def value_norms(self) -> Tensor:
+        """Euclidean norms of the values, `[B, H_kv, N]` float32."""
+        return self._float("values").norm(dim=-1)
+
+    def _float(self, name: str) -> Tensor:
+        # Norms and dot products are taken in float32: squares of a half-precision key overflow.
+        if name not in self._memo:
+            self._memo[name] = getattr(self, name).float()
+        tensor: Tensor = self._memo[name]
+        return tensor
+
+    def _probabilities(self, start: int) -> Iterator[Tensor]:
+        """Yield attention probabilities `[B, H_kv, G, q, N]` of the queries from `start` on, block by block."""
+        batch, heads, count, size = self.queries.shape
+        kv_heads, held = self.keys.shape[1], self.keys.shape[2]
+        keys = self._float("keys")
+        block = max(1, _BLOCK_ELEMENTS // (batch * heads * held))
+        for first in range(start, count, block):
+            queries = self.queries[:, :, first : first + block].float()
+            q = queries.shape[2]
+            grouped = queries.reshape(batch, kv_heads, self.group * q, size)
+            logits = torch.matmul(grouped, keys.transpose(2, 3)).mul_(self.scaling)
+            at = self.query_positions[:, None, first : first + q, None]
+            hidden = (self.positions[:, :, None, :] > at) | ~self.valid[:, :, None, :]  # [B, H_kv, q, N]
+            logits = logits.view(batch, kv_heads, self.group, q, held).masked_fill_(hidden[:, :, None], -math.inf)
+            yield logits.softmax(-1)
+
+
+def smooth(scores: Tensor, kernel: int, pool: str = "avg") -> Tensor:
+    """Pool scores `[B, H_kv, N]` over `kernel` neighbours, the window centred, edges padded with zeros.
+
+    Args:
+        scores: what to pool, over the last dimension.
+        kernel: width of the window, odd.
+        pool: `avg` or `max`.
+    """
+    if kernel <= 1:
+        return scores
+    if pool == "max":
+        return torch.nn.functional.max_pool1d(scores, kernel, stride=1, padding=kernel // 2)
+    return torch.nn.functional.avg_pool1d(scores, kernel, stride=1, padding=kernel // 2)

@@ -1,0 +1,181 @@
+"""Allocators: how many entries each cell keeps.
+
+All of them keep the sum at `cells x budget` where the cells hold that much (chunk selectors may then use less of it),
+and give every cell at least its protected entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import PolicyError
+from kvkeep.observation import Observation
+from kvkeep.policies.protocols import Allocator, Judgement, Scope
+
+
+@dataclass(frozen=True)
+class Uniform(Allocator):
+    """Every cell keeps the same number of entries."""
+
+    name: ClassVar[str] = "uniform"
+
+    def allocate(self, judgements: Sequence[Judgement]) -> list[Tensor]:
+        """The budget, or all that a cell holds if it holds less."""
+        return [torch.clamp(judgement.available, max=judgement.budget) for judgement in judgements]
+
+
+@dataclass(frozen=True)
+class Ada(Allocator):
+    """The heads of a layer compete for the layer's budget; each keeps a guaranteed share.
+
+    Feng et al. 2024 (arXiv 2407.11550), algorithm 1. Deviation: the guaranteed share is each head's top
+    `floor(safeguard * budget)` entries (as kvpress does) instead of a mix of two roundings, so that the total is exact.
+    """
+
+    safeguard: float = 0.2
+    name: ClassVar[str] = "ada"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.safeguard <= 1:
+            raise PolicyError(
+                expected="0 <= safeguard <= 1",
+                received=f"safeguard={self.safeguard}",
+                remedy="it is the share of the budget that every head keeps; 0.2 is the paper's",
+            )
+
+    def allocate(self, judgements: Sequence[Judgement]) -> list[Tensor]:
+        """For each layer, the top scores over all its heads, after each head's guaranteed share."""
+        return [_compete([judgement], floor=int(self.safeguard * judgement.budget))[0] for judgement in judgements]
+
+
+@dataclass(frozen=True)
+class Pyramid(Allocator):
+    """Lower layers keep more than upper ones; the budgets fall linearly with depth.
+
+    Cai et al. 2024 (arXiv 2406.02069), section 4.2: the last layer keeps `budget / beta` beyond its protected
+    window, the first as much above the average as the last is below it. Deviation: budgets are rounded so that their
+    sum is exactly the model's (the paper's integer steps drift), and a layer that cannot keep that many passes the
+    rest on.
+    """
+
+    beta: float = 20.0
+    name: ClassVar[str] = "pyramid"
+
+    def __post_init__(self) -> None:
+        if self.beta < 1:
+            raise PolicyError(
+                expected="beta >= 1",
+                received=f"beta={self.beta}",
+                remedy="beta=1 is uniform, 20 is the paper's",
+            )
+
+    def allocate(self, judgements: Sequence[Judgement]) -> list[Tensor]:
+        """The layer's share, the same for each of its cells."""
+        return [torch.clamp(j.available, max=self._share(j)) for j in judgements]
+
+    def _share(self, judgement: Judgement) -> int:
+        pinned = int(judgement.pinned.max())
+        free = judgement.budget - pinned
+        lowest = free / self.beta
+        if judgement.layers == 1:
+            return judgement.budget
+        step = 2 * (free - lowest) / (judgement.layers - 1)
+        wanted = [2 * free - lowest - step * i for i in range(judgement.layers)]
+        # The longest cell bounds what a layer can use; before the first cut all layers hold equally much.
+        room = int(judgement.available.max()) - pinned
+        return pinned + apportion(free * judgement.layers, wanted, room)[judgement.ordinal]
+
+
+@dataclass(frozen=True)
+class Threshold(Allocator):
+    """One threshold on the score for all layers and heads; the newest `floor` positions always stay.
+
+    ContourKV 2026 (arXiv 2608.25230), section 5: the threshold is set so that a cell keeps `budget` entries on
+    average. Needs every layer's scores before any layer can be cut, so the peak is the full cache.
+
+    Attributes:
+        floor: the newest positions that every cell keeps; shrinks to half of the budget.
+    """
+
+    floor: int = 32
+    name: ClassVar[str] = "threshold"
+    scope: ClassVar[Scope] = "model"
+
+    def __post_init__(self) -> None:
+        if self.floor < 0:
+            raise PolicyError(expected="floor >= 0", received=f"floor={self.floor}", remedy="0 keeps no recent entries")
+
+    def protects(self, observation: Observation) -> tuple[int, int]:
+        """The newest `floor` positions."""
+        return 0, self.floor
+
+    def allocate(self, judgements: Sequence[Judgement]) -> list[Tensor]:
+        """The counts that one threshold over all judgements gives."""
+        return _compete(judgements, floor=0)
+
+
+def apportion(total: int, wanted: Sequence[float], most: int) -> list[int]:
+    """Whole numbers in proportion to `wanted`, none above `most`, that sum to `total` (or `most` each, if that is less).
+
+    What a capped share cannot take goes to the others in the same proportions; the rest after rounding down goes to
+    the largest remainders, the earlier first.
+    """
+    shares = [0.0] * len(wanted)
+    open_shares = list(range(len(wanted)))
+    left = float(min(total, most * len(wanted)))
+    while open_shares:
+        weight = sum(wanted[i] for i in open_shares)
+        scale = left / weight if weight > 0 else 0.0
+        full = [i for i in open_shares if wanted[i] * scale >= most]
+        if not full:
+            for i in open_shares:
+                shares[i] = wanted[i] * scale if weight > 0 else left / len(open_shares)
+            break
+        for i in full:
+            shares[i] = float(most)
+            left -= most
+        open_shares = [i for i in open_shares if i not in full]
+    whole = [int(share + 1e-9) for share in shares]
+    missing = min(total, most * len(wanted)) - sum(whole)
+    by_remainder = sorted(range(len(wanted)), key=lambda i: (whole[i] - shares[i], i))
+    for i in [i for i in by_remainder if whole[i] < most][:missing]:
+        whole[i] += 1
+    return whole
+
+
+def _compete(judgements: Sequence[Judgement], floor: int) -> list[Tensor]:
+    """Counts of the entries among the top scores of all cells, each cell's first `floor` and protected ones included.
+
+    Ties go to the earlier layer, then the lower head, then the lower position.
+    """
+    ranked = []
+    for judgement in judgements:
+        scores = judgement.ranked_scores()
+        if floor:
+            guaranteed = top_mask(scores, torch.clamp(judgement.available, max=floor))
+            scores = scores.masked_fill(guaranteed & judgement.valid, torch.inf)
+        ranked.append(scores.flatten(1))  # [B, H_kv * N]
+    together = torch.cat([r.to(ranked[0].device) for r in ranked], dim=1)  # layers may live on different devices
+    cells = sum(j.valid.shape[1] for j in judgements)
+    available = torch.stack([j.available.sum(-1).to(together.device) for j in judgements]).sum(0)  # [B]
+    total = torch.clamp(available, max=cells * judgements[0].budget)
+    kept = top_mask(together, total)
+    counts, start = [], 0
+    for judgement in judgements:
+        batch, heads, held = judgement.valid.shape
+        mask = kept[:, start : start + heads * held].reshape(batch, heads, held)
+        counts.append(mask.sum(-1).to(judgement.valid.device))
+        start += heads * held
+    return counts
+
+
+def top_mask(scores: Tensor, counts: Tensor) -> Tensor:
+    """A mask of the `counts [...]` highest of `scores [..., N]`; of equal scores the lower index wins."""
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    taken = torch.arange(scores.shape[-1], device=scores.device) < counts[..., None]
+    return torch.zeros_like(taken).scatter_(-1, order, taken)

@@ -1,0 +1,86 @@
+"""ExpectedAttention: the attention that queries still to come are expected to pay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import PolicyError
+from kvkeep.observation import Needs, Observation
+from kvkeep.policies.protocols import Scorer, require
+
+
+@dataclass(frozen=True)
+class ExpectedAttention(Scorer):
+    """Attention of a normally distributed future query, times the norm of the value.
+
+    Devoto et al. 2025 (arXiv 2510.00636), section 3: queries before rotation are taken as N(mu, Sigma), rotated by the
+    average over the positions to come; the expected weight of key k is `exp(mu.k/sqrt(D) + k.Sigma.k/(2D))`,
+    normalised over the entries. The mean over the query heads of a group, times `|v|`.
+
+    Attributes:
+        future: how many positions to come are averaged over.
+        sinks: first entries that stay; they are left out of the statistics.
+        covariance: use Sigma, not only mu.
+        value_norm: multiply by the norm of the value.
+        epsilon: added to the attention before that, so that a large value counts even where attention is nil.
+    """
+
+    future: int = 512
+    sinks: int = 4
+    covariance: bool = True
+    value_norm: bool = True
+    epsilon: float = 0.0
+    name: ClassVar[str] = "expected-attention"
+
+    def __post_init__(self) -> None:
+        require(self.future >= 1, "future >= 1", f"future={self.future}", "512 is the paper's")
+        require(self.sinks >= 0, "sinks >= 0", f"sinks={self.sinks}", "4 is the paper's")
+
+    def needs(self) -> Needs:
+        """All queries, and the rotation to undo."""
+        return Needs(queries=None, rotary=True)
+
+    def protects(self, observation: Observation) -> tuple[int, int]:
+        """The sinks."""
+        return self.sinks, 0
+
+    def score(self, observation: Observation) -> Tensor:
+        """`[B, H_kv, N]`."""
+        mean, covariance = self._future_queries(observation)  # [B, H, D], [B, H, D, D]
+        batch, kv_heads, held, size = observation.keys.shape
+        keys = observation.keys.float()
+        counted = observation.valid & (observation.positions >= self.sinks)
+        if not bool(counted.any(-1).all()):
+            counted = observation.valid  # a text of nothing but sinks
+        mean = mean.view(batch, kv_heads, observation.group, size)
+        logits = torch.matmul(mean, keys.transpose(2, 3)) * observation.scaling  # [B, H_kv, G, N]
+        if self.covariance:
+            spread = covariance.view(batch, kv_heads, observation.group, size, size)
+            for member in range(observation.group):
+                quadratic = (torch.matmul(keys, spread[:, :, member]) * keys).sum(-1)  # k.Sigma.k, [B, H_kv, N]
+                logits[:, :, member] += quadratic * (observation.scaling**2 / 2)
+        attention = logits.masked_fill(~counted[:, :, None], -torch.inf).softmax(-1).mean(2)
+        return (attention + self.epsilon) * observation.value_norms() if self.value_norm else attention
+
+    def _future_queries(self, observation: Observation) -> tuple[Tensor, Tensor]:
+        """Mean and covariance of the queries to come, at the average rotation of the next positions."""
+        if observation.rotary is None:
+            raise PolicyError(
+                expected="an observation with the rotary embedding of the layer",
+                received=f"none in layer {observation.layer}",
+                remedy="expected-attention needs a model with rotary positions",
+            )
+        queries = observation.rotary.unrotate(observation.queries, observation.query_positions).float()
+        # A sink is no sample of what comes; but a text shorter than the sinks has nothing else.
+        first = self.sinks if queries.shape[2] > self.sinks else 0
+        queries = queries[:, :, first:]
+        mean = queries.mean(2)
+        centred = queries - mean[:, :, None]
+        covariance = torch.matmul(centred.transpose(2, 3), centred) / queries.shape[2]
+        ahead = torch.arange(observation.length, observation.length + self.future, device=queries.device)
+        rotation = observation.rotary.mean_rotation(ahead, queries.shape[-1]).float()
+        return mean @ rotation.T, rotation @ covariance @ rotation.T
