@@ -1,0 +1,1 @@
+"""The room that knows transformers: models, the cache, the attention function, sessions."""

@@ -1,8 +1,8 @@
 """Attaching kvkeep to a model, and leaving it as it was.
 
-Attaching sets the model's attention implementation to one of kvkeep's names and puts two hooks on its decoder. The first
-reads the arguments of a forward before any layer runs, refuses what kvkeep cannot honour, and tells the cache what
-comes; the second tells the cache that the forward went through.
+Attaching sets the model's attention implementation to one of kvkeep's names and puts two hooks on its decoder. The
+first reads the arguments of a forward before any layer runs, refuses what kvkeep cannot honour, and tells the cache
+what comes; the second tells the cache that the forward went through.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Handle:
         raise CacheStateError(
             expected="a model that kvkeep is attached to",
             received=f"attention code of another implementation, which asked for `{name}` of kvkeep's keys",
-            remedy="do not change the model's attention implementation while a KeepCache is in use; make a new KeepCache",
+            remedy="do not change the model's attention implementation while a KeepCache is in use",
         )
 
 

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import copy
-import json
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kvkeep.budget import Budget
-from kvkeep.errors import BudgetError, CacheStateError, PolicyError, UnsupportedError
+from kvkeep.errors import BudgetError, CacheStateError, UnsupportedError
+from kvkeep.hf import saving
 from kvkeep.hf.attach import attach
 from kvkeep.hf.layers import Forward, KeepLayer, KeepSlidingLayer, Progress, Span, refused_assisted_decoding
-from kvkeep.hf.support import LayerPlan, plan_layers
-from kvkeep.policies import Full, PromptPolicy, parse_policy, policy_string
+from kvkeep.hf.policy_table import PolicyLike, policy_table
+from kvkeep.hf.support import plan_model
+from kvkeep.policies import Full
 from kvkeep.store import Ledger
-
-SCHEMA_VERSION = 1
-
-PolicyLike = str | PromptPolicy | Mapping[int | str, str | PromptPolicy]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,9 +38,10 @@ class Mark:
 class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
     """A cache for `model.generate(past_key_values=...)` that holds a budget.
 
-    The text of the first forward is the prompt: when it has been processed, the policy chooses what stays of it, and the
-    rest is deleted. Tokens that follow stay (`ledger.uncut_entries`). Positions follow the tokens seen, not the entries
-    held. Making a cache attaches kvkeep to the model (see `kvkeep.attached`); other caches on it work as before.
+    The text of the first forward is the prompt: when it has been processed, the policy chooses what stays of it, and
+    the rest is deleted. Tokens that follow stay (`ledger.uncut_entries`). Positions follow the tokens seen, not the
+    entries held. Making a cache attaches kvkeep to the model (see `kvkeep.attached`); other caches on it work as
+    before.
 
     Args:
         model: a transformers model that kvkeep supports, or a PEFT wrapper of one.
@@ -77,7 +73,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         question: tuple[int, int] | None = None,
         prompt_tokens: int | None = None,
     ) -> None:
-        plans = plan_layers_checked(model)
+        plans = plan_model(model)
         evictable = [plan for plan in plans if plan.window is None]
         self.policy = policy
         table = policy_table(policy, [plan.index for plan in evictable], len(plans))
@@ -93,6 +89,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             )
         self.prompt_tokens = prompt_tokens
         self.protect = tuple(_span(span) for span in protect)
+        self.question = question
         self._plans = plans
         self._progress = Progress()
         self._table = table
@@ -113,12 +110,12 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
                     layers=len(peers),
                     policy=mine,
                     protect=self.protect,
-                    question=question,
                     progress=self._progress,
                 )
             )
         super().__init__(layers=layers)
         self._wire()
+        self._last_cut: Mark | None = None
         self._start()
 
     # -- what users read -------------------------------------------------------------------------------------------
@@ -148,6 +145,19 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """The evictable layers."""
         return [layer for layer in self.layers if isinstance(layer, KeepLayer)]
 
+    @property
+    def sliding_layers(self) -> list[KeepSlidingLayer]:
+        """The layers that keep a window of their own."""
+        return [layer for layer in self.layers if isinstance(layer, KeepSlidingLayer)]
+
+    @property
+    def model(self) -> Any:
+        """The model that the cache was made for; the cache does not keep it alive."""
+        model = self._model()
+        if model is None:
+            raise CacheStateError(expected="a living model", received="one that was deleted", remedy="keep the model")
+        return model
+
     def kept_positions(self, layer: int, row: int = 0, head: int = 0) -> Tensor:
         """Positions of the entries that a cell holds, ascending.
 
@@ -175,7 +185,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             raise UnsupportedError(
                 expected=f"{len(progress.lengths)} rows, as the cache holds",
                 received=f"{rows}",
-                remedy="to use beams or several return sequences, pass a fresh cache; or cache.batch_repeat_interleave(n)",
+                remedy="for beams or several return sequences pass a fresh cache",
             )
         device = next(decoder.parameters()).device
         before = progress.lengths or [0] * rows
@@ -198,6 +208,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             cutting=cutting,
             reserve=self.prompt_tokens or 0 if waiting or (cutting and progress.columns) else 0,
             budgets=self._budgets(after) if cutting else (),
+            question=self.question,
         )
         self._new_columns = new
 
@@ -231,7 +242,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     def _mark_cut(self) -> None:
         self._last_cut = self.mark()
-        for layer in self._sliding:
+        for layer in self.sliding_layers:
             layer.marked = (layer.keys, layer.values)
 
     def cut_next(self) -> None:
@@ -247,7 +258,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             columns=self._progress.columns,
             lengths=tuple(self._progress.lengths),
             tails=tuple(layer.store.tail_length for layer in self.keep_layers),
-            windows=tuple(layer.snapshot() for layer in self._sliding),
+            windows=tuple(layer.snapshot() for layer in self.sliding_layers),
             epoch=self._epoch,
         )
 
@@ -268,7 +279,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             )
         for layer, tail in zip(self.keep_layers, mark.tails, strict=True):
             layer.store.rewind(tail)
-        for sliding, window in zip(self._sliding, mark.windows, strict=True):
+        for sliding, window in zip(self.sliding_layers, mark.windows, strict=True):
             sliding.restore(window)
         self._progress.columns, self._progress.lengths = mark.columns, list(mark.lengths)
         self._record_all()
@@ -300,7 +311,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         if remove <= 0:
             return
         room = min((layer.store.tail_length for layer in self.keep_layers), default=0)
-        slid = any(layer.cumulative_length >= layer.sliding_window for layer in self._sliding)
+        slid = any(layer.cumulative_length >= layer.sliding_window for layer in self.sliding_layers)
         if remove > room or slid:
             raise CacheStateError(
                 expected=f"at most {0 if slid else room} tokens to remove, those since the last cut"
@@ -313,7 +324,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             gone = store.tail_counts()
             store.rewind(store.tail_length - remove)
             gone = gone - store.tail_counts()
-        for layer in self._sliding:
+        for layer in self.sliding_layers:
             keys, values, seen = layer.snapshot()
             if keys is not None and values is not None:
                 layer.restore((keys[:, :, :-remove].clone(), values[:, :, :-remove].clone(), seen - remove))
@@ -359,40 +370,9 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
     # -- files -----------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write the cache to a safetensors file; `KeepCache.load` reads it in another process.
-
-        The file is written under another name and renamed, so that an interrupted save leaves the former file.
-        """
+        """Write the cache to a safetensors file that `KeepCache.load` reads in another process; see `saving.save`."""
         self._refuse_broken()
-        path = Path(path)
-        tensors: dict[str, Tensor] = {}
-        for index, layer in enumerate(self.keep_layers):
-            used = layer.store.fork()
-            used.trim()
-            tensors |= {f"layer.{index}.{name}": t.contiguous() for name, t in used.tensors().items()}
-        for index, layer in enumerate(self._sliding):
-            if layer.keys is not None:
-                tensors[f"window.{index}.keys"] = layer.keys.contiguous()
-                tensors[f"window.{index}.values"] = layer.values.contiguous()
-        facts = {
-            "schema_version": SCHEMA_VERSION,
-            "model": self._fingerprint(),
-            "policy": self._policy_text(),
-            "budget": self.budget.describe(),
-            "protect": self.protect,
-            "prompt_tokens": self.prompt_tokens,
-            "lengths": self._progress.lengths,
-            "columns": self._progress.columns,
-            "epoch": self._epoch,
-            "peak_bytes": self._ledger.peak_bytes,
-            "notes": self._progress.notes,
-            "batch": [layer.store.batch for layer in self.keep_layers],
-            "kv_heads": [layer.store.kv_heads for layer in self.keep_layers],
-            "seen": [layer.cumulative_length for layer in self._sliding],
-        }
-        temporary = path.with_name(path.name + ".partial")
-        save_file(tensors, temporary, metadata={"kvkeep": json.dumps(facts)})
-        temporary.replace(path)
+        saving.save(self, Path(path))
 
     @classmethod
     def load(cls, path: str | Path, model: Any, *, policy: PolicyLike | None = None) -> KeepCache:
@@ -406,76 +386,37 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         Raises:
             CacheStateError: not such a file, a damaged one, or one of another model.
         """
-        try:
-            with safe_open(path, framework="pt") as file:
-                facts = json.loads((file.metadata() or {})["kvkeep"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
-        except (OSError, KeyError, ValueError, RuntimeError) as error:  # safetensors' own error is a RuntimeError
-            raise CacheStateError(
-                expected="a file that KeepCache.save wrote",
-                received=f"{path}: {error}",
-                remedy="save the cache again",
-            ) from None
-        except Exception as error:  # SafetensorError derives from Exception alone
-            raise CacheStateError(
-                expected="a whole safetensors file", received=f"{path}: {error}", remedy="save the cache again"
-            ) from None
-        if facts["schema_version"] != SCHEMA_VERSION:
-            raise CacheStateError(
-                expected=f"schema version {SCHEMA_VERSION}",
-                received=f"{facts['schema_version']}",
-                remedy="save the cache again with this version of kvkeep",
-            )
-        cache = cls(
-            model,
-            policy if policy is not None else _policy_from_text(facts["policy"]),
-            protect=[tuple(span) for span in facts["protect"]],
-            prompt_tokens=facts["prompt_tokens"],
-            **facts["budget"],
-        )
-        if facts["model"] != cache._fingerprint():
-            raise CacheStateError(
-                expected=f"the model that the cache was made with: {facts['model']}",
-                received=cache._fingerprint(),
-                remedy="load the cache with the same weights in the same dtype",
-            )
-        for index, layer in enumerate(cache.keep_layers):
-            start = f"layer.{index}."
-            mine = {name[len(start) :]: t for name, t in tensors.items() if name.startswith(start)}
-            device = next(model.parameters()).device
-            layer.store.load_tensors(
-                {name: t.to(device) for name, t in mine.items()}, facts["batch"][index], facts["kv_heads"][index]
-            )
-            layer.is_initialized = True
-        for index, sliding in enumerate(cache._sliding):
-            device = next(model.parameters()).device
-            pair = (tensors.get(f"window.{index}.keys"), tensors.get(f"window.{index}.values"))
-            keys, values = (None if t is None else t.to(device) for t in pair)
-            sliding.restore((keys, values, facts["seen"][index]))
-        cache._progress.lengths, cache._progress.columns = facts["lengths"], facts["columns"]
-        cache._progress.notes = facts["notes"]
-        cache._epoch = facts["epoch"]
-        cache._ledger.restart()
-        cache._ledger.peak_bytes = facts["peak_bytes"]
-        if cache._epoch:
-            cache._mark_cut()
-        return cache
+        return saving.load(cls, Path(path), model, policy)
+
+    def export_progress(self) -> dict[str, Any]:
+        """What the cache has seen, as JSON holds it; for `saving`."""
+        return {
+            "lengths": self._progress.lengths,
+            "columns": self._progress.columns,
+            "notes": self._progress.notes,
+            "epoch": self._epoch,
+        }
+
+    def import_progress(self, progress: dict[str, Any], peak_bytes: int) -> None:
+        """Go on from what `export_progress` gave; for `saving`."""
+        self._progress.lengths, self._progress.columns = progress["lengths"], progress["columns"]
+        self._progress.notes, self._epoch = progress["notes"], progress["epoch"]
+        self._ledger.restart()
+        self._ledger.peak_bytes = peak_bytes
+        if self._epoch:
+            self._mark_cut()
 
     # -- inside ----------------------------------------------------------------------------------------------------
-
-    @property
-    def _sliding(self) -> list[KeepSlidingLayer]:
-        return [layer for layer in self.layers if isinstance(layer, KeepSlidingLayer)]
 
     def _start(self) -> None:
         self._epoch = 0  # cuts and reorderings so far; a mark belongs to one
         self._cut_next = False
         self._new_columns = 0
-        self._last_cut: Mark | None = None
+        self._last_cut = None
 
     def _wire(self) -> None:
-        """Make a ledger for the layers and let each report to it, without a reference cycle that would delay freeing."""
-        progress, sliding = self._progress, self._sliding
+        """Let each layer report to a new ledger; weakly, since a reference cycle would delay freeing."""
+        progress, sliding = self._progress, self.sliding_layers
         self._ledger = Ledger(
             [layer.store for layer in self.keep_layers],
             lambda: progress.lengths if progress.forward is None else progress.forward.lengths,
@@ -598,71 +539,6 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
                 )
             budgets.append(entries)
         return budgets
-
-    def _fingerprint(self) -> str:
-        from kvkeep.hf.models import model_sha256
-
-        model = self._model()
-        if model is None:
-            raise CacheStateError(expected="a living model", received="one that was deleted", remedy="keep the model")
-        return f"{model_sha256(model)} {model.dtype}"
-
-    def _policy_text(self) -> Any:
-        if isinstance(self.policy, Mapping):
-            return {str(k): policy_string(parse_policy(v)) for k, v in self.policy.items()}
-        return policy_string(parse_policy(self.policy))
-
-
-def plan_layers_checked(model: Any) -> list[LayerPlan]:
-    """The layers of a model, at least one of which can be evicted.
-
-    Raises:
-        UnsupportedError: an unknown model, or one whose layers all keep a window of their own.
-    """
-    from kvkeep.hf.support import check_model, unwrap
-
-    inner = unwrap(model)
-    check_model(inner)
-    plans = plan_layers(inner)
-    if all(plan.window is not None for plan in plans):
-        raise UnsupportedError(
-            expected="a model with at least one layer of full attention",
-            received=f"{type(inner).__name__}, whose layers all keep a window of {plans[0].window}",
-            remedy="there is nothing to evict; use a DynamicCache",
-        )
-    return plans
-
-
-def policy_table(policy: PolicyLike, indices: Sequence[int], layers: int) -> list[PromptPolicy]:
-    """The policy of each evictable layer.
-
-    Args:
-        policy: a policy or its name, or a table by layer index with "*" for the others.
-        indices: the model's indices of the evictable layers.
-        layers: number of layers of the model.
-
-    Raises:
-        PolicyError: an index that the model does not have or does not evict, or layers without a policy.
-    """
-    if not isinstance(policy, Mapping):
-        same = parse_policy(policy)
-        return [same] * len(indices)
-    parsed = {key: parse_policy(value) for key, value in policy.items()}
-    unknown = [key for key in parsed if key != "*" and key not in indices]
-    missing = [index for index in indices if index not in parsed and "*" not in parsed]
-    if unknown or missing:
-        raise PolicyError(
-            expected=f"a policy for each evictable layer of {layers}: {list(indices)}, or '*' for the others",
-            received=f"none for {missing}" if missing else f"{unknown}",
-            remedy="add '*', and leave out sliding-window layers, which keep their window",
-        )
-    return [parsed[index] if index in parsed else parsed["*"] for index in indices]
-
-
-def _policy_from_text(text: Any) -> PolicyLike:
-    if isinstance(text, dict):
-        return {key if key == "*" else int(key): value for key, value in text.items()}
-    return str(text)
 
 
 def _span(span: Any) -> Span:

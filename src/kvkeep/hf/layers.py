@@ -1,7 +1,7 @@
 """The layers of a KeepCache: what one layer does during a forward.
 
-A forward's facts (rows, padding, positions, whether the text ends here) are read once, before the first layer, and stand
-in a `Forward` that all layers share.
+A forward's facts (rows, padding, positions, whether the text ends here) are read once, before the first layer, and
+stand in a `Forward` that all layers share.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class Forward:
         cutting: the text ends here: judge and cut.
         reserve: columns that are known to come.
         budgets: for each row, entries a cell may keep on average, for layers that are cut.
+        question: positions of the question, if it is visible.
     """
 
     decoder: nn.Module
@@ -66,6 +67,7 @@ class Forward:
     cutting: bool
     reserve: int = 0
     budgets: Sequence[int] = ()
+    question: tuple[int, int] | None = None
 
 
 class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not typed
@@ -77,7 +79,6 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
         layers: layers that share the policy's budget.
         policy: decides what stays.
         protect: position ranges that the caller protects, as slices `(start, end)`.
-        question: positions of the question, if it is visible.
         progress: shared by all layers of the cache.
     """
 
@@ -92,14 +93,12 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
         layers: int,
         policy: PromptPolicy,
         protect: Sequence[Span],
-        question: tuple[int, int] | None,
         progress: Progress,
     ) -> None:
         super().__init__()
         self.index, self.ordinal, self.layers = index, ordinal, layers
         self.policy = policy
         self.protect = protect
-        self.question = question
         self.progress = progress
         self.store = RaggedLayer()
         self.record: Callable[[], None] = lambda: None
@@ -205,10 +204,9 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
 
     def _attend_alone(self, query: Tensor, valid: Tensor | None, scaling: float) -> Tensor:
         """Attention of a text with nothing before it."""
-        [*held] = self.store.held(self._lengths)
-        if valid is None:
-            if len(held) == 1:
-                return attend_prompt(query, held[0].keys, held[0].values, scaling)
+        held = self.store.held(self._lengths)
+        if valid is None and len(held) == 1:
+            return attend_prompt(query, held[0].keys, held[0].values, scaling)
         output = torch.zeros_like(query)
         for rows in held:  # row by row, without padding
             first, last = rows.rows
@@ -286,7 +284,7 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
             layer=self.index,
             ordinal=self.ordinal,
             layers=self.layers,
-            question=self.question,
+            question=forward.question,
             protected=protected,
             rotary=rotary_of(forward.decoder, module) if needs.rotary else None,
             output_weight=output_weight_of(module, query.shape[1]) if needs.output_weight else None,
@@ -296,6 +294,9 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
 class KeepSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
     """A sliding-window layer: keeps its own window, is never evicted, and holds no more than it uses."""
 
+    keys: Tensor | None
+    values: Tensor | None
+
     def __init__(self, sliding_window: int) -> None:
         super().__init__(sliding_window=sliding_window)
         self.record: Callable[[], None] = lambda: None
@@ -304,7 +305,8 @@ class KeepSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As transformers does it; what is kept is copied, since a view would keep the whole text alive."""
         full: tuple[Tensor, Tensor] = super().update(key_states.detach(), value_states.detach(), *args, **kwargs)
-        self.keys, self.values = self.keys.clone(), self.values.clone()
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys.clone(), self.values.clone()
         self.record()
         return full
 

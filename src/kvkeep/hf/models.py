@@ -28,6 +28,7 @@ from kvkeep.errors import ModelFileError, UnsupportedError, near_names
 from kvkeep.hf.convert import QUICK_CHECK_TOKENS, check_model, quiet, read_gguf
 from kvkeep.hf.embedded import (
     KNOWN_MODELS,
+    WEIGHTS,
     ModelRecord,
     fetch_model,
     kvkeep_home,
@@ -75,26 +76,27 @@ def load_model(
     kind, place = _as_dtype(dtype), _as_device(device)
     if isinstance(name_or_path, str) and name_or_path in KNOWN_MODELS:
         folder = model_folder(name_or_path)
-        return _load_folder(folder if folder.exists() else fetch_model(name_or_path), kind, place)
+        return _load_folder(folder if folder.exists() else fetch_model(name_or_path), kind, place, name=name_or_path)
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return _load_folder(path, kind, place)
     if path.is_file() and path.suffix == ".gguf":
         return _load_gguf(path, kind, place)
-    if isinstance(name_or_path, str) and not path.exists() and path.suffix != ".gguf" and _HUB_ID.fullmatch(str(path)):
+    is_file = path.exists() or path.suffix == ".gguf"
+    if isinstance(name_or_path, str) and not is_file and _HUB_ID.fullmatch(name_or_path):
         return _from_pretrained(name_or_path, kind, place, local=False)
-    looks_like_path = path.exists() or path.suffix == ".gguf" or len(path.parts) > 1
     raise ModelFileError(
         expected="a known model, a folder, a .gguf file, or an owner/name of the hub",
         received=f"{str(name_or_path)!r}, {'another kind of file' if path.exists() else 'which is none of them'}",
-        remedy="check the path" if looks_like_path else near_names(str(name_or_path), KNOWN_MODELS),
+        remedy="check the path" if is_file or len(path.parts) > 1 else near_names(str(name_or_path), KNOWN_MODELS),
     )
 
 
 def _load_folder(
-    folder: Path, dtype: torch.dtype, device: torch.device
+    folder: Path, dtype: torch.dtype, device: torch.device, *, name: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    manifest = verify_folder(folder)
+    """Load a folder; `name` is that of the known model that it must be."""
+    manifest = verify_folder(folder, name)
     if not (folder / "config.json").is_file():
         raise ModelFileError(
             expected=f"a model folder of transformers, with config.json, at {folder}",
@@ -111,7 +113,8 @@ def _load_folder(
     model, tokenizer = _from_pretrained(folder, dtype, device, local=True)
     if manifest is not None and (record := KNOWN_MODELS.get(manifest["record"])):
         check_model(model, tokenizer, record, tokens=QUICK_CHECK_TOKENS)
-    _remember(model, weights)
+    # The hash of a fetched model has just been compared with the file.
+    _remember(model, weights, sha256=manifest["files"][WEIGHTS]["sha256"] if manifest else None)
     return model, tokenizer
 
 
@@ -139,10 +142,11 @@ def _from_pretrained(
             tokenizer = AutoTokenizer.from_pretrained(source, **options)
     except Exception as error:  # readers of files, parsers and the hub's client raise errors of many kinds
         raise ModelFileError(
-            expected=f"a causal language model with its tokenizer that transformers can load from {str(source)!r}",
+            expected=f"a causal language model with its tokenizer that transformers can load from {str(source)!r}"
+            + ("" if local else " (no such folder here, so an id of the hub)"),
             received=f"{type(error).__name__}: {error}",
             remedy="check that its files are complete (download it again if in doubt) and that it is a causal "
-            "language model" + ("" if local else ", that the hub can be reached, and that the id is right"),
+            "language model" + ("" if local else "; check the id, and that the hub can be reached"),
         ) from error
     if missing := sorted(info["missing_keys"]):
         # transformers fills them with random numbers and goes on.
@@ -155,19 +159,18 @@ def _from_pretrained(
 
 
 def _as_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if found not in DTYPES.values():
-        raise UnsupportedError(
-            expected="a floating type for the weights", received=repr(dtype), remedy=near_names(str(dtype), DTYPES)
-        )
-    assert found is not None
-    return found
+    for name, known in DTYPES.items():
+        if dtype in (name, known):
+            return known
+    raise UnsupportedError(
+        expected="a floating type for the weights", received=repr(dtype), remedy=near_names(str(dtype), DTYPES)
+    )
 
 
 def _as_device(device: torch.device | str) -> torch.device:
     try:
         place = torch.device(device)
-        torch.empty(1, device=place)
+        torch.empty(1, device=place).item()  # the meta device allocates, but has no values
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # a torch without CUDA asserts
         found = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
         raise UnsupportedError(
@@ -225,8 +228,8 @@ def model_sha256(model: nn.Module) -> str:
     return f"tensors:{_digest(model, None)}" if whole else f"sample:{_digest(model, SAMPLED_ELEMENTS)}"
 
 
-def _remember(model: nn.Module, files: tuple[Path, ...]) -> None:
-    _origins[model] = _Origin(files, _stamps(files), _digest(model, _WITNESS_ELEMENTS))
+def _remember(model: nn.Module, files: tuple[Path, ...], sha256: str | None = None) -> None:
+    _origins[model] = _Origin(files, _stamps(files), _digest(model, _WITNESS_ELEMENTS), sha256)
 
 
 def _stamps(files: tuple[Path, ...]) -> tuple[tuple[int, int], ...]:
@@ -241,7 +244,7 @@ def _files_sha256(files: tuple[Path, ...]) -> str:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer by name, tied ones once; buffers that are not saved matter too (rotary frequencies)."""
+    """Every parameter and buffer by name, tied ones once; of buffers also the unsaved ones (rotary frequencies)."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
@@ -265,5 +268,5 @@ def _digest(model: nn.Module, elements: int | None) -> str:
         if elements is not None and flat.numel() > elements:
             flat = flat[:: -(-flat.numel() // elements)]
         if flat.numel():
-            hasher.update(flat.cpu().contiguous().view(torch.uint8).numpy())
+            hasher.update(flat.cpu().contiguous().view(torch.uint8).numpy().data)
     return hasher.hexdigest()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvkeep.budget import LayerShape
@@ -24,6 +25,13 @@ DECODERS = (
     "Phi3Model",
     "Olmo2Model",
     "Gemma3TextModel",
+)
+
+# What generate and forward call the cache: `past_key_values` up to transformers 5.23, `cache` since.
+CACHE_ARGUMENT = (
+    "cache"
+    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    else "past_key_values"
 )
 
 _REASONS = {
@@ -57,7 +65,7 @@ def check_model(model: PreTrainedModel) -> nn.Module:
         UnsupportedError: an architecture that is not on the list, with the reason where it is known.
     """
     config = model.config.get_text_config(decoder=True)
-    decoder = model.get_decoder()
+    decoder: nn.Module = model.get_decoder()
     name = type(decoder).__name__
     reasons = [text for key, text in _REASONS.items() if getattr(config, key, None)]
     if name not in DECODERS or reasons:
@@ -108,6 +116,24 @@ def plan_layers(model: PreTrainedModel) -> list[LayerPlan]:
                 received=f"{type(layer).__name__} as layer {index} of {type(model).__name__}",
                 remedy="models with linear, chunked or compressed attention layers are not supported",
             )
+    return plans
+
+
+def plan_model(model: Any) -> list[LayerPlan]:
+    """The layers of a model that kvkeep supports, at least one of which can be evicted.
+
+    Raises:
+        UnsupportedError: an unknown model, or one whose layers all keep a window of their own.
+    """
+    inner = unwrap(model)
+    check_model(inner)
+    plans = plan_layers(inner)
+    if all(plan.window is not None for plan in plans):
+        raise UnsupportedError(
+            expected="a model with at least one layer of full attention",
+            received=f"{type(inner).__name__}, whose layers all keep a window of {plans[0].window}",
+            remedy="there is nothing to evict; use a DynamicCache",
+        )
     return plans
 
 

@@ -1,0 +1,351 @@
+"""Session: text in, small cache, questions and answers, over several turns.
+
+A session speaks the model's chat template. The template is split around the user's words once, so that a text can be
+ingested before its question is known, and so that every turn continues the cache instead of starting it anew.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, TextStreamer
+
+from kvkeep.errors import CacheStateError
+from kvkeep.hf.cache import KeepCache, Mark
+from kvkeep.hf.layers import Span
+from kvkeep.hf.policy_table import PolicyLike
+from kvkeep.hf.support import CACHE_ARGUMENT
+
+_CONTENT = "<<kvkeep-content-of-the-turn>>"
+_ANSWER = "<<kvkeep-answer>>"
+
+
+@dataclass(frozen=True)
+class TurnTexts:
+    """A chat template, split around what people and the model say.
+
+    Attributes:
+        header: before the first user's words, a default system prompt included.
+        footer: from the user's last word to the model's first.
+        between: from the model's last word to the next user's first.
+    """
+
+    header: str
+    footer: str
+    between: str
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> TurnTexts:
+        """Split a tokenizer's template; a tokenizer without one gives plain text with line breaks."""
+        if not getattr(tokenizer, "chat_template", None):
+            return cls(header=f"{system}\n\n" if system else "", footer="\n", between="\n")
+        start = [{"role": "system", "content": system}] if system else []
+        user = {"role": "user", "content": _CONTENT}
+        first = str(tokenizer.apply_chat_template([*start, user], tokenize=False, add_generation_prompt=True))
+        header, _, footer = first.partition(_CONTENT)
+        turns = [
+            *start,
+            {"role": "user", "content": "."},
+            {"role": "assistant", "content": _ANSWER},
+            user,
+        ]
+        both = str(tokenizer.apply_chat_template(turns, tokenize=False))
+        between = both.partition(_ANSWER)[2].partition(_CONTENT)[0]
+        return cls(header, footer, between)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model said.
+
+    Attributes:
+        text: without special tokens.
+        new_tokens: tokens generated, the end token included.
+        time_to_first_token_s: from the call of `ask` to the first token, the question's processing included.
+        decode_tokens_per_s: rate of the tokens after the first; 0 if there was only one.
+    """
+
+    text: str
+    new_tokens: int
+    time_to_first_token_s: float
+    decode_tokens_per_s: float
+
+
+@dataclass
+class _State:
+    """Where in the template the cache stands."""
+
+    turn: Literal["start", "user", "assistant"] = "start"
+    pending: list[int] = field(default_factory=list)  # tokens that belong to the text but are not in the cache yet
+
+
+class Session:
+    """One conversation over one compressed cache.
+
+    Args:
+        model: a supported transformers model.
+        tokenizer: its tokenizer; its chat template is used if it has one.
+        policy: see `KeepCache`.
+        compression_ratio: see `KeepCache`; exactly one of the three budgets.
+        entries: see `KeepCache`.
+        bytes: see `KeepCache`.
+        protect: position ranges that stay; `session.header_tokens` tells where the template's header ends.
+        system: a system prompt, in place of the template's own.
+
+    Every `ingest` judges everything that is held, old and new, so that the budget holds for the whole conversation;
+    questions and answers come on top until the next `ingest`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        policy: PolicyLike = "full",
+        *,
+        compression_ratio: float | None = None,
+        entries: int | None = None,
+        bytes: int | None = None,
+        protect: Sequence[Span] = (),
+        system: str | None = None,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.texts = TurnTexts.of(tokenizer, system)
+        self.cache = KeepCache(
+            model, policy, compression_ratio=compression_ratio, entries=entries, bytes=bytes, protect=protect
+        )
+        self._state = _State()
+        self._ingested: tuple[Mark, _State] | None = None
+        self.prefill_seconds = 0.0
+
+    @property
+    def header_tokens(self) -> int:
+        """Tokens of the template before the first user's words."""
+        return len(self._encode(self.texts.header, first=True))
+
+    def ingest(self, text: str, *, question: str | None = None) -> int:
+        """Process a text and cut the cache to its budget.
+
+        Args:
+            text: what to remember. A later text continues the user's turn, or opens a new one after an answer.
+            question: makes the decision query-aware: the question is processed and judged with the text. Follow with
+                `answer()`.
+
+        Returns:
+            Tokens processed.
+
+        Raises:
+            CacheStateError: an empty text.
+        """
+        if not text:
+            raise CacheStateError(
+                expected="a text", received="an empty string", remedy="leave the call out and ask the question at once"
+            )
+        ids = self._open_user_turn() + self._encode(text)
+        span = None
+        if question is not None:
+            start = self.cache.get_seq_length() + len(ids)
+            ids += self._encode(f"\n\n{question}")
+            span = (start, self.cache.get_seq_length() + len(ids))
+            ids += self._encode(self.texts.footer)
+        # The last token of a visible question waits: generation needs one token to begin with.
+        ids, waiting = (ids, []) if question is None else (ids[:-1], ids[-1:])
+        self.cache.question = span
+        self.cache.cut_next()
+        started = time.perf_counter()
+        self._forward(ids)
+        self.prefill_seconds += time.perf_counter() - started
+        self._state = _State("user" if question is None else "assistant", waiting)
+        self._ingested = (self.cache.mark(), self._state)
+        return len(ids)
+
+    def ask(
+        self,
+        question: str,
+        *,
+        max_new_tokens: int = 64,
+        keep: bool = True,
+        on_text: Callable[[str], None] | None = None,
+        **generate: Any,
+    ) -> Answer:
+        """Ask a question of what the cache holds.
+
+        Args:
+            question: the user's words.
+            max_new_tokens: at most so many.
+            keep: leave question and answer in the cache for the next turn; false forgets them.
+            on_text: called with each piece of the answer as it comes.
+            generate: anything else that `model.generate` takes (`do_sample`, `temperature`, `stop_strings`, ...).
+        """
+        before = self._checkpoint()
+        separator = "\n\n" if self._state.turn == "user" else ""
+        ids = self._open_user_turn() + self._encode(f"{separator}{question}") + self._encode(self.texts.footer)
+        answer = self._generate(ids, max_new_tokens, on_text, generate)
+        if not keep:
+            self._restore(before)
+        return answer
+
+    def answer(
+        self,
+        *,
+        max_new_tokens: int = 64,
+        keep: bool = True,
+        on_text: Callable[[str], None] | None = None,
+        **generate: Any,
+    ) -> Answer:
+        """Answer the question that was ingested with the text; arguments as for `ask`.
+
+        Raises:
+            CacheStateError: no question was ingested, or it has been answered.
+        """
+        if self._state.turn != "assistant" or self._ingested is None or self._state is not self._ingested[1]:
+            raise CacheStateError(
+                expected="a question ingested with its text",
+                received="no open question",
+                remedy="call ingest(text, question=...) first, or use ask(question)",
+            )
+        before = self._checkpoint()
+        answer = self._generate(list(self._state.pending), max_new_tokens, on_text, generate)
+        if not keep:
+            self._restore(before)
+        return answer
+
+    def rewind(self) -> None:
+        """Forget every question and answer since the last `ingest`.
+
+        Raises:
+            CacheStateError: nothing was ingested.
+        """
+        if self._ingested is None:
+            raise CacheStateError(expected="an ingested text", received="none", remedy="call ingest(text) first")
+        self._restore(self._ingested)
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _encode(self, text: str, first: bool = False) -> list[int]:
+        # A template writes its own special tokens; plain text begins with what the tokenizer puts before it.
+        special = first and not getattr(self.tokenizer, "chat_template", None)
+        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"]) if text or special else []
+
+    def _open_user_turn(self) -> list[int]:
+        if self._state.turn == "start":
+            return self._encode(self.texts.header, first=True)
+        if self._state.turn == "user":
+            return list(self._state.pending)
+        between = self._encode(self.texts.between)
+        pending = self._state.pending
+        if pending and between and pending[-1] == between[0]:  # the answer's end token opens the text between turns
+            pending = pending[:-1]
+        return pending + between
+
+    def _checkpoint(self) -> tuple[Mark, _State]:
+        return self.cache.mark(), self._state
+
+    def _restore(self, point: tuple[Mark, _State]) -> None:
+        mark, state = point
+        if self.cache.get_seq_length() == 0 and mark.columns == 0:
+            pass
+        elif mark.columns == 0:
+            self.cache.reset()
+        else:
+            self.cache.rewind(mark)
+        self._state = state
+
+    def _forward(self, ids: list[int]) -> None:
+        self._warn_if_too_long(len(ids))
+        with torch.no_grad():
+            self.model(input_ids=self._tensor(ids), use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: self.cache})
+
+    def _generate(
+        self, ids: list[int], max_new_tokens: int, on_text: Callable[[str], None] | None, generate: dict[str, Any]
+    ) -> Answer:
+        self._warn_if_too_long(len(ids) + max_new_tokens)
+        inputs = self._tensor(ids)
+        seen = self.cache.get_seq_length()
+        streamer = _Watch(self.tokenizer, on_text)
+        options: dict[str, Any] = {
+            "do_sample": False,
+            "pad_token_id": self._pad(),
+            "eos_token_id": self._ends(),
+        } | generate
+        if not options["do_sample"]:
+            # Sampling settings of the model's own configuration would only make generate warn.
+            options = {"temperature": None, "top_p": None, "top_k": None} | options
+        if "stop_strings" in options:
+            options["tokenizer"] = self.tokenizer
+        output = self.model.generate(
+            inputs,
+            attention_mask=torch.ones(1, seen + len(ids), dtype=torch.long, device=inputs.device),
+            max_new_tokens=max_new_tokens,
+            streamer=streamer,
+            **{CACHE_ARGUMENT: self.cache},
+            **options,
+        )
+        new = output[0, len(ids) :].tolist()
+        # generate never feeds its last token back.
+        stored = self.cache.get_seq_length() - seen - len(ids)
+        self._state = _State("assistant", new[stored:])
+        return Answer(
+            text=str(self.tokenizer.decode(new, skip_special_tokens=True)),
+            new_tokens=len(new),
+            time_to_first_token_s=streamer.first_token_s,
+            decode_tokens_per_s=streamer.tokens_per_s,
+        )
+
+    def _tensor(self, ids: list[int]) -> Tensor:
+        return torch.tensor([ids], dtype=torch.long, device=self.model.device)
+
+    def _pad(self) -> int:
+        pad = self.tokenizer.pad_token_id
+        return int(pad) if pad is not None else (self._ends() or [0])[0]
+
+    def _ends(self) -> list[int]:
+        """Every token that ends an answer: the model's and the tokenizer's."""
+        given = getattr(self.model.generation_config, "eos_token_id", None)
+        ends = list(given) if isinstance(given, list | tuple) else [given]
+        return sorted({int(end) for end in [*ends, self.tokenizer.eos_token_id] if end is not None})
+
+    def _warn_if_too_long(self, new: int) -> None:
+        most = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        total = self.cache.get_seq_length() + new
+        if most is not None and total > most:
+            warnings.warn(
+                f"{total} tokens for a model that was trained on positions up to {most}: answers may be poor. "
+                "Eviction frees memory; it does not shorten positions.",
+                stacklevel=3,
+            )
+
+
+class _Watch(TextStreamer):  # type: ignore[misc]  # transformers is not typed
+    """Passes the answer on as it comes, and looks at the clock."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None] | None) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._on_text = on_text
+        self._started = time.perf_counter()
+        self._times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        if not self.next_tokens_are_prompt:
+            self._times.append(time.perf_counter())
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if self._on_text is not None and text:
+            self._on_text(text)
+
+    @property
+    def first_token_s(self) -> float:
+        return self._times[0] - self._started if self._times else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        if len(self._times) < 2:
+            return 0.0
+        return (len(self._times) - 1) / max(self._times[-1] - self._times[0], 1e-9)
