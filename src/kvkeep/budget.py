@@ -7,9 +7,11 @@ cell keeps *on average*. How that average is shared over heads and layers is an 
 from __future__ import annotations
 
 import math
+import numbers
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 
 from kvkeep.errors import BudgetError
 
@@ -64,25 +66,27 @@ class Budget:
                 received=", ".join(f"{k}={v}" for k, v in given.items()) or "none of them",
                 remedy="set one; compression_ratio=0 keeps everything",
             )
-        name, value = next(iter(given.items()))
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        name, number = next(iter(given.items()))
+        if isinstance(number, bool) or not isinstance(number, numbers.Real):  # numpy's numbers are welcome
             raise BudgetError(
                 expected=f"a number for {name}",
-                received=f"{value!r} of type {type(value).__name__}",
+                received=f"{number!r} of type {type(number).__name__}",
                 remedy="pass a number (bytes as text such as '64MiB' go through parse_bytes)",
             )
+        value = float(number)
         if name == "compression_ratio" and not 0 <= value < 1:
             raise BudgetError(
                 expected="a compression_ratio with 0 <= ratio < 1",
                 received=f"{value}",
                 remedy="it is the fraction that is removed: 0.75 keeps a quarter",
             )
-        if name != "compression_ratio" and (value != int(value) or value < 1):
+        if name != "compression_ratio" and not (1 <= value < math.inf and value == int(value)):
             raise BudgetError(
                 expected=f"a whole number of {name}, at least 1",
                 received=f"{value}",
                 remedy="an empty cache cannot be attended to; keep at least one entry per cell",
             )
+        object.__setattr__(self, name, value if name == "compression_ratio" else int(value))
 
     def entries_per_cell(
         self, lengths: Sequence[int], shapes: Sequence[LayerShape], reserved_bytes: int = 0
@@ -156,4 +160,4 @@ def parse_bytes(text: str | int) -> int:
             received=f"{text!r}",
             remedy="units: B, kB, MB, GB, KiB, MiB, GiB",
         )
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    return int(Decimal(match[1]) * _UNITS[match[2].lower()])

@@ -99,6 +99,8 @@ class Observation:
         layers: number of evictable layers that share the budget.
         question: `(start, end)` positions of the question where it is visible, else None.
         protected: `[B, H_kv, N]` entries that stay whatever the scores say.
+        protected_positions: how many positions the caller protects, held or not, so that all layers reckon with the
+            same number; None: as many as the cell that holds most of them.
         rotary: the layer's rotary embedding, if it was asked for.
         output_weight: `[H, hidden, D]` output projection of each query head, if it was asked for.
     """
@@ -117,9 +119,11 @@ class Observation:
     layers: int = 1
     question: tuple[int, int] | None = None
     protected: Tensor | None = None
+    protected_positions: int | None = None
     rotary: Rotary | None = None
     output_weight: Tensor | None = None
-    _memo: dict[str, Any] = field(default_factory=dict, repr=False)
+    # Not an argument: an observation that `replace` makes from other tensors must not inherit these summaries.
+    _memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def group(self) -> int:
@@ -138,7 +142,9 @@ class Observation:
 
     def with_protected(self, protected: Tensor) -> Observation:
         """The same observation (its summaries are shared) with entries marked as protected."""
-        return replace(self, protected=protected)
+        same = replace(self, protected=protected)
+        object.__setattr__(same, "_memo", self._memo)  # the summaries do not depend on what is protected
+        return same
 
     def protected_or_none(self) -> Tensor:
         """`[B, H_kv, N]` the protected entries; all false where nothing is protected."""
@@ -214,11 +220,13 @@ class Observation:
 
     def key_norms(self) -> Tensor:
         """Euclidean norms of the keys, `[B, H_kv, N]` float32."""
-        return self._float("keys").norm(dim=-1)
+        norms: Tensor = torch.linalg.vector_norm(self._float("keys"), dim=-1)
+        return norms
 
     def value_norms(self) -> Tensor:
         """Euclidean norms of the values, `[B, H_kv, N]` float32."""
-        return self._float("values").norm(dim=-1)
+        norms: Tensor = torch.linalg.vector_norm(self._float("values"), dim=-1)
+        return norms
 
     def _float(self, name: str) -> Tensor:
         # Norms and dot products are taken in float32: squares of a half-precision key overflow.
@@ -244,16 +252,26 @@ class Observation:
             yield logits.softmax(-1)
 
 
-def smooth(scores: Tensor, kernel: int, pool: str = "avg") -> Tensor:
+def smooth(scores: Tensor, kernel: int, pool: str = "avg", valid: Tensor | None = None) -> Tensor:
     """Pool scores `[B, H_kv, N]` over `kernel` neighbours, the window centred, edges padded with zeros.
 
     Args:
-        scores: what to pool, over the last dimension.
+        scores: what to pool, over the last dimension; zero or positive.
         kernel: width of the window, odd.
         pool: `avg` or `max`.
+        valid: `[B, H_kv, N]` which entries are held: neighbours are then the nearest ones that the cell holds, however
+            many missing ones lie between. How many there are depends on the other cells, and must not matter.
+
+    Returns:
+        `[B, H_kv, N]`, zero where `valid` is false.
     """
     if kernel <= 1:
         return scores
+    if valid is not None and not bool(valid.all()):
+        held_first = (~valid).long().argsort(dim=-1, stable=True)
+        packed = scores.masked_fill(~valid, 0).gather(-1, held_first)
+        pooled = torch.empty_like(packed).scatter_(-1, held_first, smooth(packed, kernel, pool))
+        return pooled.masked_fill(~valid, 0)
     if pool == "max":
         return torch.nn.functional.max_pool1d(scores, kernel, stride=1, padding=kernel // 2)
     return torch.nn.functional.avg_pool1d(scores, kernel, stride=1, padding=kernel // 2)

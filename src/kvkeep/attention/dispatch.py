@@ -1,4 +1,4 @@
-"""Picks the attention path: `KVKEEP_ATTENTION=reference|padded`, or the one that suits the layer."""
+"""Picks the attention path: `KVKEEP_ATTENTION=reference|padded|cells`, or the one that suits the layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from kvkeep.attention import padded, reference
+from kvkeep.attention import cells, padded, reference
 from kvkeep.errors import UnsupportedError, near_names
 from kvkeep.store import RaggedLayer
 
@@ -16,6 +16,7 @@ VARIABLE = "KVKEEP_ATTENTION"
 PATHS: Mapping[str, Callable[[Tensor, RaggedLayer, float], Tensor]] = {
     "reference": reference.attend,
     "padded": padded.attend,
+    "cells": cells.attend,
 }
 
 
@@ -25,7 +26,7 @@ def attend(query: Tensor, layer: RaggedLayer, scaling: float) -> Tensor:
     Raises:
         UnsupportedError: `KVKEEP_ATTENTION` names no path.
     """
-    name = os.environ.get(VARIABLE, "padded")
+    name = os.environ.get(VARIABLE) or ("padded" if layer.is_uniform else "cells")
     if name not in PATHS:
         raise UnsupportedError(
             expected=f"{VARIABLE} to name an attention path", received=f"{name!r}", remedy=near_names(name, PATHS)

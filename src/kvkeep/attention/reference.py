@@ -27,14 +27,15 @@ def attend(query: Tensor, layer: RaggedLayer, scaling: float) -> Tensor:
     for row in range(batch):
         columns = torch.arange(layer.tail_length, device=query.device)
         allowed = columns[None] <= columns[layer.tail_length - count :, None]  # [q, T]
-        if layer.tail_valid is not None:
-            allowed = allowed & layer.tail_valid[row, : layer.tail_length]
+        if layer.tail is not None and layer.tail.valid is not None:
+            allowed = allowed & layer.tail.valid[row, : layer.tail.length]
         for head in range(layer.kv_heads):
             keys, values, visible = _cell(layer, row, head, allowed)
             queries = query[row, head * group : (head + 1) * group].to(precise)  # [G, q, D]
             logits = (queries @ keys.to(precise).T) * scaling
             weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
-            rows.append(weights.nan_to_num(0.0) @ values.to(precise))
+            blind = ~visible.any(-1, keepdim=True)  # [q, 1]
+            rows.append((weights @ values.to(precise)).masked_fill(blind, 0))
     output = torch.stack(rows).view(batch, heads, count, -1)
     return output.to(query.dtype)
 
@@ -42,14 +43,13 @@ def attend(query: Tensor, layer: RaggedLayer, scaling: float) -> Tensor:
 def _cell(layer: RaggedLayer, row: int, head: int, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values of one cell, prefix then all columns of the tail, and which of them each query sees `[q, n]`."""
     keys, values, visible = [], [], []
-    if layer.keys is not None and layer.values is not None and layer.offsets is not None:
-        cell = row * layer.kv_heads + head
-        entries = slice(int(layer.offsets[cell]), int(layer.offsets[cell + 1]))
-        keys.append(layer.keys[entries])
-        values.append(layer.values[entries])
-        visible.append(allowed.new_ones(allowed.shape[0], entries.stop - entries.start))
-    if layer.tail_keys is not None and layer.tail_values is not None:
-        keys.append(layer.tail_keys[row, head, : layer.tail_length])
-        values.append(layer.tail_values[row, head, : layer.tail_length])
+    if layer.prefix is not None:
+        kept = layer.prefix.cell(row * layer.kv_heads + head)
+        keys.append(kept[0])
+        values.append(kept[1])
+        visible.append(allowed.new_ones(allowed.shape[0], len(kept[0])))
+    if layer.tail is not None:
+        keys.append(layer.tail.keys[row, head, : layer.tail.length])
+        values.append(layer.tail.values[row, head, : layer.tail.length])
         visible.append(allowed)
     return torch.cat(keys), torch.cat(values), torch.cat(visible, dim=1)

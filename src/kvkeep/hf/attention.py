@@ -22,6 +22,8 @@ NAMES = {"sdpa": "kvkeep_sdpa", "eager": "kvkeep_eager"}
 # What the models on the allow-list pass to the attention function beside tensors and scale. Anything else could change
 # the scores (sinks, soft caps, biases), and would be lost without a word.
 _HARMLESS = frozenset({"position_ids", "use_cache", "sliding_window", "cache_position", "is_causal"})
+# What calls of `generate` and of a model may bring along, on its way to nowhere: `tokenizer` comes with stop strings.
+_HARMLESS |= {"tokenizer", "assistant_tokenizer", "output_hidden_states"}
 
 
 class KeptLength(int):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from kvkeep.hf import saving
 from kvkeep.hf.attach import attach
 from kvkeep.hf.layers import Forward, KeepLayer, KeepSlidingLayer, Progress, Span, refused_assisted_decoding
 from kvkeep.hf.policy_table import PolicyLike, policy_table
-from kvkeep.hf.support import plan_model
+from kvkeep.hf.support import check_rotary, plan_model, rope_switch, unwrap
 from kvkeep.policies import Full
 from kvkeep.store import Ledger
 
@@ -32,7 +33,6 @@ class Mark:
     lengths: tuple[int, ...]
     tails: tuple[int, ...]
     windows: tuple[tuple[Tensor | None, Tensor | None, int], ...]
-    epoch: int
 
 
 class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
@@ -93,13 +93,16 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._plans = plans
         self._progress = Progress()
         self._table = table
-        attach(model)
-        self._model = weakref.ref(model)
+        if any(policy.needs().rotary for policy in table):
+            check_rotary(unwrap(model))
+        inner = attach(model)
+        self._switch = rope_switch(inner)
+        self._model = weakref.ref(inner)
 
         layers: list[Any] = []
         for plan in plans:
             if plan.window is not None:
-                layers.append(KeepSlidingLayer(plan.window))
+                layers.append(KeepSlidingLayer(plan.window, self._progress))
                 continue
             mine = table[evictable.index(plan)]
             peers = [other for other, p in zip(evictable, table, strict=True) if p == mine]
@@ -116,7 +119,13 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         super().__init__(layers=layers)
         self._wire()
         self._last_cut: Mark | None = None
+        self._on_request = False
         self._start()
+
+    def __bool__(self) -> bool:
+        """True, but for models with longrope: Phi-3's `generate` drops a true cache, without a word, where the model
+        changes its frequencies. `begin_forward` refuses such a text instead."""
+        return self._switch is None
 
     # -- what users read -------------------------------------------------------------------------------------------
 
@@ -138,7 +147,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
     @property
     def is_broken(self) -> bool:
         """Whether a forward ended in an exception and left the layers out of step."""
-        return self._progress.forward is not None
+        return self._progress.forward is not None and self._progress.forward.touched
 
     @property
     def keep_layers(self) -> list[KeepLayer]:
@@ -152,7 +161,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     @property
     def model(self) -> Any:
-        """The model that the cache was made for; the cache does not keep it alive."""
+        """The model that the cache was made for, unwrapped; the cache does not keep it alive."""
         model = self._model()
         if model is None:
             raise CacheStateError(expected="a living model", received="one that was deleted", remedy="keep the model")
@@ -175,6 +184,12 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
     ) -> None:
         """Called by the model's hook before the first layer: check everything that can be refused, then begin."""
         self._refuse_broken()
+        if decoder is not self.model.get_decoder():
+            raise CacheStateError(
+                expected="the model that this cache was made for",
+                received="another one",
+                remedy="make a KeepCache for each model",
+            )
         progress = self._progress
         rows, new = shape
         if new == 0 or rows == 0:
@@ -198,8 +213,10 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
                 expected="at least one token in every row", received="a row of padding only", remedy="leave the row out"
             )
         self._check_positions(position_ids, positions, steps)
+        self._check_rope_switch(progress.columns, progress.columns + new)
+        self._check_rope_switch(max(before), max(after))
         cutting = self._cuts_now(new)
-        waiting = self.prompt_tokens is not None and not self._epoch and not cutting
+        waiting = self.prompt_tokens is not None and not self._cuts and not cutting
         progress.forward = Forward(
             decoder=decoder,
             positions=positions.to(device),
@@ -234,8 +251,9 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         progress.lengths = forward.lengths
         progress.columns += self._new_columns
         if forward.cutting:
-            self._epoch += 1
+            self._cuts += 1
             self._cut_next = False
+            self._marks.clear()
         progress.forward = None
         if forward.cutting:
             self._mark_cut()
@@ -245,22 +263,29 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         for layer in self.sliding_layers:
             layer.marked = (layer.keys, layer.values)
 
-    def cut_next(self) -> None:
-        """Judge everything that is held, old and new, at the end of the next forward; `Session` uses this."""
-        self._cut_next = True
+    def cut_next(self, cut: bool = True) -> None:
+        """Judge everything that is held, old and new, at the end of the next forward; false takes that back."""
+        self._cut_next = cut
+
+    def cut_on_request(self) -> None:
+        """Cut only where `cut_next` asks for it: the first text may be a question, which must stay whole."""
+        self._on_request = True
 
     # -- going back ------------------------------------------------------------------------------------------------
 
     def mark(self) -> Mark:
-        """The present state, to `rewind` to. Valid until the next cut or reordering."""
+        """The present state, to `rewind` to. Valid for this cache and its forks, until the next cut or reordering, or
+        until the cache is rewound or cropped to a point before it."""
         self._refuse_broken()
-        return Mark(
+        self._refuse_unfinished()
+        mark = Mark(
             columns=self._progress.columns,
             lengths=tuple(self._progress.lengths),
             tails=tuple(layer.store.tail_length for layer in self.keep_layers),
             windows=tuple(layer.snapshot() for layer in self.sliding_layers),
-            epoch=self._epoch,
         )
+        self._marks.add(mark)
+        return mark
 
     def rewind(self, mark: Mark | None = None) -> None:
         """Go back to a mark, or to the last cut: another question finds the cache as the first one did.
@@ -270,11 +295,12 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """
         self._refuse_broken()
         mark = mark if mark is not None else self._last_cut
-        tails = [layer.store.tail_length for layer in self.keep_layers]
-        if mark is None or mark.epoch != self._epoch or any(t < m for t, m in zip(tails, mark.tails, strict=True)):
+        if mark is None or mark not in self._marks:
             raise CacheStateError(
-                expected="a mark taken since the last cut, with its entries still held",
-                received="no cut yet" if mark is None else "a mark from before a cut, a reordering or another rewind",
+                expected="a mark of this cache, taken since the last cut, with its entries still held",
+                received="no cut yet"
+                if mark is None
+                else "a mark of another cache, or from before a cut, a reordering, a reset or a rewind further back",
                 remedy="take a new mark() after the text has been ingested",
             )
         for layer, tail in zip(self.keep_layers, mark.tails, strict=True):
@@ -282,6 +308,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         for sliding, window in zip(self.sliding_layers, mark.windows, strict=True):
             sliding.restore(window)
         self._progress.columns, self._progress.lengths = mark.columns, list(mark.lengths)
+        self._forget_later_marks()
         self._record_all()
 
     def fork(self) -> KeepCache:
@@ -292,12 +319,18 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         twin._progress.lengths = list(self._progress.lengths)
         twin._progress.notes = list(self._progress.notes)
         twin.layers = [copy.copy(layer) for layer in self.layers]
-        for layer in twin.keep_layers:
+        for layer in twin.layers:
             layer.progress = twin._progress
+        for layer in twin.keep_layers:
             layer.store = layer.store.fork()
-            layer.judged, layer._queries = [], []
+            layer.judged, layer._queries = [], list(layer._queries)
+        twin._marks = WeakSet(self._marks)
         twin._wire()
         return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeepCache:
+        """A fork: independent too, and what is shared is never written to."""
+        return self.fork()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest tokens: -n removes n, and a positive number is the length to come down to.
@@ -306,6 +339,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             CacheStateError: they reach back into what was cut, or a sliding window no longer holds what lies before.
         """
         self._refuse_broken()
+        self._refuse_unfinished()
         progress = self._progress
         remove = -tokens_to_remove if tokens_to_remove <= 0 else progress.columns - tokens_to_remove
         if remove <= 0:
@@ -330,6 +364,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
                 layer.restore((keys[:, :, :-remove].clone(), values[:, :, :-remove].clone(), seen - remove))
         progress.columns -= remove
         progress.lengths = [length - int(g) for length, g in zip(progress.lengths, gone.tolist(), strict=True)]
+        self._forget_later_marks()
         self._record_all()
 
     def reset(self) -> None:
@@ -372,6 +407,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def save(self, path: str | Path) -> None:
         """Write the cache to a safetensors file that `KeepCache.load` reads in another process; see `saving.save`."""
         self._refuse_broken()
+        self._refuse_unfinished()
         saving.save(self, Path(path))
 
     @classmethod
@@ -394,22 +430,23 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             "lengths": self._progress.lengths,
             "columns": self._progress.columns,
             "notes": self._progress.notes,
-            "epoch": self._epoch,
+            "cuts": self._cuts,
         }
 
     def import_progress(self, progress: dict[str, Any], peak_bytes: int) -> None:
         """Go on from what `export_progress` gave; for `saving`."""
         self._progress.lengths, self._progress.columns = progress["lengths"], progress["columns"]
-        self._progress.notes, self._epoch = progress["notes"], progress["epoch"]
+        self._progress.notes, self._cuts = progress["notes"], progress["cuts"]
         self._ledger.restart()
         self._ledger.peak_bytes = peak_bytes
-        if self._epoch:
+        if self._cuts:
             self._mark_cut()
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        self._epoch = 0  # cuts and reorderings so far; a mark belongs to one
+        self._cuts = 0
+        self._marks: WeakSet[Mark] = WeakSet()  # those that can be rewound to
         self._cut_next = False
         self._new_columns = 0
         self._last_cut = None
@@ -419,7 +456,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         progress, sliding = self._progress, self.sliding_layers
         self._ledger = Ledger(
             [layer.store for layer in self.keep_layers],
-            lambda: progress.lengths if progress.forward is None else progress.forward.lengths,
+            lambda: progress.forward.lengths if progress.forward and progress.forward.touched else progress.lengths,
             [_weak_nbytes(layer) for layer in sliding],
         )
         ledger = weakref.ref(self._ledger)
@@ -434,9 +471,14 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     def _rows_changed(self, rows: list[int]) -> None:
         self._progress.lengths = [self._progress.lengths[row] for row in rows] if self._progress.lengths else []
-        self._epoch += 1
+        self._marks.clear()
         self._last_cut = None
         self._record_all()
+
+    def _forget_later_marks(self) -> None:
+        """After going back: what stood behind this point is gone, also if as many tokens come again."""
+        for mark in [mark for mark in self._marks if mark.columns > self._progress.columns]:
+            self._marks.discard(mark)
 
     def _refuse_broken(self) -> None:
         if self.is_broken:
@@ -445,11 +487,20 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
                 received="one that an exception left with layers of different length",
                 remedy="call cache.reset() and process the text again, or use a fork made before",
             )
+        self._progress.forward = None  # one that was refused before a layer ran
+
+    def _refuse_unfinished(self) -> None:
+        if any(layer.remembers for layer in self.keep_layers):
+            raise CacheStateError(
+                expected=f"the whole prompt of {self.prompt_tokens} tokens",
+                received=f"the first {self._progress.columns} of them, which are still to be judged",
+                remedy="process the rest of the prompt first; a fork can be made at any time",
+            )
 
     def _cuts_now(self, new: int) -> bool:
         if self._cut_next:
             return True
-        if self._epoch or self._last_cut is not None:
+        if self._cuts or self._on_request:
             return False
         if self.prompt_tokens is None:
             return self._progress.columns == 0
@@ -502,6 +553,17 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
                 expected=f"positions that go on from the {self._progress.columns} tokens seen",
                 received=f"{given[0, :4].tolist()}...",
                 remedy="leave position_ids out; packed sequences are not supported",
+            )
+
+    def _check_rope_switch(self, before: int, after: int) -> None:
+        """Keys in the cache have one set of frequencies: all of a text stands on one side of the switch."""
+        switch = self._switch
+        if switch is not None and before <= switch <= after and (before or after == switch):
+            raise UnsupportedError(
+                expected=f"a text of fewer than {switch} tokens, answer included, or a prompt of more in one forward",
+                received=f"{after - before} tokens after {before}",
+                remedy="this model changes its rotary frequencies at that length (longrope), and the cached keys with "
+                "them; shorten the text or the answer",
             )
 
     def _budgets(self, lengths: list[int]) -> list[int]:

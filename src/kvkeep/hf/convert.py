@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Iterator
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from kvkeep.data import check_text
 from kvkeep.errors import ModelFileError
 from kvkeep.hf.embedded import WEIGHTS, ModelRecord
 
@@ -110,11 +110,6 @@ def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fol
         tokenizer.save_pretrained(folder)
     # safetensors writes for the owner only; a shared cache folder wants what the user's umask gives the other files.
     (folder / WEIGHTS).chmod((folder / "config.json").stat().st_mode)
-
-
-def check_text() -> str:
-    """The bundled prose: a page of Conan Doyle's The Lost World (1912), in the public domain."""
-    return (files("kvkeep") / "data" / "check_paragraph.txt").read_text(encoding="utf-8").strip()
 
 
 def check_model(

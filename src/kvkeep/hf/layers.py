@@ -58,6 +58,7 @@ class Forward:
         reserve: columns that are known to come.
         budgets: for each row, entries a cell may keep on average, for layers that are cut.
         question: positions of the question, if it is visible.
+        touched: a layer has begun to store the new tokens, so that a failure leaves the layers out of step.
     """
 
     decoder: nn.Module
@@ -68,6 +69,7 @@ class Forward:
     reserve: int = 0
     budgets: Sequence[int] = ()
     question: tuple[int, int] | None = None
+    touched: bool = False
 
 
 class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not typed
@@ -113,12 +115,7 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Hand the new tokens to the attention function, which stores them after it has taken them out."""
-        if self.progress.forward is None:
-            raise CacheStateError(
-                expected="a forward of the model that this cache was made for, with kvkeep attached",
-                received="an update from a model that kvkeep is not attached to",
-                remedy="make the cache with KeepCache(model, ...) for this very model; after detach make a new one",
-            )
+        _running(self.progress)
         handle = Handle(self, key_states, value_states)
         return handle, handle
 
@@ -139,6 +136,11 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
         return -1
 
     @property
+    def remembers(self) -> bool:
+        """Whether queries of a text wait for its end."""
+        return bool(self._queries)
+
+    @property
     def batch_size(self) -> int:
         """Rows, or -1 before the first forward."""
         return self.store.batch or -1
@@ -152,15 +154,16 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i what row `beam_idx[i]` was."""
         self.store.reorder(beam_idx)
+        rows = beam_idx.to(self._queries[0][0].device) if self._queries else beam_idx
+        self._queries = [(q[rows], p[rows], None if v is None else v[rows]) for q, p, v in self._queries]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row."""
-        self.store.reorder(torch.arange(self.store.batch).repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(self.store.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some rows."""
-        rows = torch.arange(self.store.batch, device=indices.device)[indices]
-        self.store.reorder(rows)
+        self.reorder_cache(torch.arange(self.store.batch, device=indices.device)[indices])
 
     # -- the forward -----------------------------------------------------------------------------------------------
 
@@ -177,11 +180,8 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
         Returns:
             `[B, q, H, D]`.
         """
-        forward = self.progress.forward
-        if forward is None:
-            raise CacheStateError(
-                expected="a running forward", received="none", remedy="call the model, not its attention modules"
-            )
+        forward = _running(self.progress)
+        forward.touched = True
         alone = self.store.keys is None and self.store.tail_length == 0
         positions = forward.positions.to(key.device)
         valid = None if forward.valid is None else forward.valid.to(key.device)
@@ -297,13 +297,15 @@ class KeepSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
     keys: Tensor | None
     values: Tensor | None
 
-    def __init__(self, sliding_window: int) -> None:
+    def __init__(self, sliding_window: int, progress: Progress) -> None:
         super().__init__(sliding_window=sliding_window)
+        self.progress = progress
         self.record: Callable[[], None] = lambda: None
         self.marked: tuple[Tensor | None, ...] = ()  # what the cache's last cut still needs, for `rewind`
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As transformers does it; what is kept is copied, since a view would keep the whole text alive."""
+        _running(self.progress).touched = True
         full: tuple[Tensor, Tensor] = super().update(key_states.detach(), value_states.detach(), *args, **kwargs)
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys.clone(), self.values.clone()
@@ -336,6 +338,17 @@ class KeepSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
         """Bytes of the window, and of the window at the last cut where that is another."""
         held = {t.data_ptr(): t for t in (self.keys, self.values, *self.marked) if t is not None}
         return sum(t.untyped_storage().nbytes() for t in held.values())
+
+
+def _running(progress: Progress) -> Forward:
+    """The forward that is running."""
+    if progress.forward is None:
+        raise CacheStateError(
+            expected="a forward of the model that this cache was made for, with kvkeep attached",
+            received="an update from a model that kvkeep is not attached to",
+            remedy="make the cache with KeepCache(model, ...) for this very model; after detach make a new one",
+        )
+    return progress.forward
 
 
 def refused_assisted_decoding() -> UnsupportedError:

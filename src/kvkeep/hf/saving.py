@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ from torch import Tensor
 from kvkeep.errors import CacheStateError
 from kvkeep.hf.models import model_sha256
 from kvkeep.hf.policy_table import PolicyLike, table_from_text, table_to_text
+from kvkeep.hf.support import unwrap
 
 if TYPE_CHECKING:
     from kvkeep.hf.cache import KeepCache
@@ -20,15 +23,21 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 
 
-def save(cache: KeepCache, path: Path) -> None:
-    """Write a cache. The file appears under its name when it is whole; a former one stays until then."""
+def save(cache: KeepCache, path: Path, *, session: dict[str, Any] | None = None) -> None:
+    """Write a cache. The file appears under its name when it is whole; a former one stays until then.
+
+    Args:
+        cache: what to write.
+        path: the file.
+        session: the conversation that the cache belongs to, as JSON holds it; `load` does not need it.
+    """
     tensors: dict[str, Tensor] = {}
     for index, layer in enumerate(cache.keep_layers):
         used = layer.store.fork()
         used.trim()
         tensors |= {f"layer.{index}.{name}": tensor.contiguous() for name, tensor in used.tensors().items()}
     for index, sliding in enumerate(cache.sliding_layers):
-        if sliding.keys is not None:
+        if sliding.keys is not None and sliding.values is not None:
             tensors[f"window.{index}.keys"] = sliding.keys.contiguous()
             tensors[f"window.{index}.values"] = sliding.values.contiguous()
     facts = {
@@ -43,6 +52,7 @@ def save(cache: KeepCache, path: Path) -> None:
         "batch": [layer.store.batch for layer in cache.keep_layers],
         "kv_heads": [layer.store.kv_heads for layer in cache.keep_layers],
         "seen": [sliding.cumulative_length for sliding in cache.sliding_layers],
+        "session": session,
     }
     temporary = path.with_name(path.name + ".partial")
     save_file(tensors, temporary, metadata={"kvkeep": json.dumps(facts)})
@@ -85,16 +95,41 @@ def load(kind: type[KeepCache], path: Path, model: Any, policy: PolicyLike | Non
     return cache
 
 
+def read_session(path: Path) -> dict[str, Any]:
+    """What `save` was told of the conversation."""
+    session: dict[str, Any] | None = _read_facts(path).get("session")
+    if session is None:
+        raise CacheStateError(
+            expected="a file that Session.save wrote",
+            received=f"{path}, a cache without a conversation",
+            remedy="load it with KeepCache.load",
+        )
+    return session
+
+
 def fingerprint(model: Any) -> str:
     """What identifies the weights that a cache belongs to: their hash and their type."""
-    return f"{model_sha256(model)} {model.dtype}"
+    inner = unwrap(model)
+    return f"{model_sha256(inner)} {inner.dtype}"
+
+
+def _read_facts(path: Path) -> dict[str, Any]:
+    with _opened(path) as file:
+        facts: dict[str, Any] = json.loads((file.metadata() or {})["kvkeep"])
+        return facts
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    facts = _read_facts(path)
+    with _opened(path) as file:
+        return facts, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
-            facts = json.loads((file.metadata() or {})["kvkeep"])
-            return facts, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+            yield file
     except (OSError, KeyError, ValueError, SafetensorError) as error:
         raise CacheStateError(
             expected="a whole file that KeepCache.save wrote",

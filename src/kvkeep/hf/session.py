@@ -9,14 +9,16 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from kvkeep.errors import CacheStateError
+from kvkeep.errors import CacheStateError, UnsupportedError
+from kvkeep.hf import saving
 from kvkeep.hf.cache import KeepCache, Mark
 from kvkeep.hf.layers import Span
 from kvkeep.hf.policy_table import PolicyLike
@@ -83,6 +85,7 @@ class _State:
 
     turn: Literal["start", "user", "assistant"] = "start"
     pending: list[int] = field(default_factory=list)  # tokens that belong to the text but are not in the cache yet
+    question: str | None = None  # ingested with the text and not answered yet
 
 
 class Session:
@@ -120,6 +123,7 @@ class Session:
         self.cache = KeepCache(
             model, policy, compression_ratio=compression_ratio, entries=entries, bytes=bytes, protect=protect
         )
+        self.cache.cut_on_request()
         self._state = _State()
         self._ingested: tuple[Mark, _State] | None = None
         self.prefill_seconds = 0.0
@@ -128,6 +132,16 @@ class Session:
     def header_tokens(self) -> int:
         """Tokens of the template before the first user's words."""
         return len(self._encode(self.texts.header, first=True))
+
+    @property
+    def question(self) -> str | None:
+        """The question that was ingested with the text and waits for `answer()`, if there is one."""
+        return self._state.question
+
+    def question_tokens(self, question: str) -> list[int]:
+        """The tokens that `ask` would process before the model's first word, the template's included."""
+        separator = "\n\n" if self._state.turn == "user" else ""
+        return self._open_user_turn() + self._encode(f"{separator}{question}") + self._encode(self.texts.footer)
 
     def ingest(self, text: str, *, question: str | None = None) -> int:
         """Process a text and cut the cache to its budget.
@@ -159,9 +173,13 @@ class Session:
         self.cache.question = span
         self.cache.cut_next()
         started = time.perf_counter()
-        self._forward(ids)
+        try:
+            self._forward(ids)
+        except BaseException:
+            self.cache.cut_next(False)
+            raise
         self.prefill_seconds += time.perf_counter() - started
-        self._state = _State("user" if question is None else "assistant", waiting)
+        self._state = _State("user" if question is None else "assistant", waiting, question)
         self._ingested = (self.cache.mark(), self._state)
         return len(ids)
 
@@ -183,13 +201,7 @@ class Session:
             on_text: called with each piece of the answer as it comes.
             generate: anything else that `model.generate` takes (`do_sample`, `temperature`, `stop_strings`, ...).
         """
-        before = self._checkpoint()
-        separator = "\n\n" if self._state.turn == "user" else ""
-        ids = self._open_user_turn() + self._encode(f"{separator}{question}") + self._encode(self.texts.footer)
-        answer = self._generate(ids, max_new_tokens, on_text, generate)
-        if not keep:
-            self._restore(before)
-        return answer
+        return self._answer(self.question_tokens(question), max_new_tokens, keep, on_text, generate)
 
     def answer(
         self,
@@ -204,17 +216,13 @@ class Session:
         Raises:
             CacheStateError: no question was ingested, or it has been answered.
         """
-        if self._state.turn != "assistant" or self._ingested is None or self._state is not self._ingested[1]:
+        if self._state.question is None:
             raise CacheStateError(
                 expected="a question ingested with its text",
                 received="no open question",
                 remedy="call ingest(text, question=...) first, or use ask(question)",
             )
-        before = self._checkpoint()
-        answer = self._generate(list(self._state.pending), max_new_tokens, on_text, generate)
-        if not keep:
-            self._restore(before)
-        return answer
+        return self._answer(list(self._state.pending), max_new_tokens, keep, on_text, generate)
 
     def rewind(self) -> None:
         """Forget every question and answer since the last `ingest`.
@@ -225,6 +233,34 @@ class Session:
         if self._ingested is None:
             raise CacheStateError(expected="an ingested text", received="none", remedy="call ingest(text) first")
         self._restore(self._ingested)
+
+    def save(self, path: str | Path) -> None:
+        """Write the conversation to a file that `Session.load` reads in another process; see `KeepCache.save`."""
+        saving.save(self.cache, Path(path), session={"texts": asdict(self.texts), "state": asdict(self._state)})
+
+    @classmethod
+    def load(
+        cls, path: str | Path, model: Any, tokenizer: PreTrainedTokenizerBase, *, policy: PolicyLike | None = None
+    ) -> Session:
+        """Go on with a conversation that `save` wrote; `rewind` goes back to where it was saved.
+
+        Args:
+            path: the file.
+            model: the model that the cache was made with.
+            tokenizer: its tokenizer.
+            policy: only for caches whose policy has no name.
+
+        Raises:
+            CacheStateError: not such a file, a damaged one, or one of another model.
+        """
+        facts = saving.read_session(Path(path))
+        session = cls(model, tokenizer)
+        session.cache = KeepCache.load(path, model, policy=policy)
+        session.cache.cut_on_request()
+        session.texts = TurnTexts(**facts["texts"])
+        session._state = _State(**facts["state"])
+        session._ingested = session._checkpoint()
+        return session
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -257,6 +293,26 @@ class Session:
             self.cache.rewind(mark)
         self._state = state
 
+    def _answer(
+        self,
+        ids: list[int],
+        max_new_tokens: int,
+        keep: bool,
+        on_text: Callable[[str], None] | None,
+        generate: dict[str, Any],
+    ) -> Answer:
+        """Generate; if that fails or is interrupted, the conversation stands where it stood."""
+        before = self._checkpoint()
+        try:
+            answer = self._generate(ids, max_new_tokens, on_text, generate)
+        except BaseException:
+            if not self.cache.is_broken:
+                self._restore(before)
+            raise
+        if not keep:
+            self._restore(before)
+        return answer
+
     def _forward(self, ids: list[int]) -> None:
         self._warn_if_too_long(len(ids))
         with torch.no_grad():
@@ -265,6 +321,13 @@ class Session:
     def _generate(
         self, ids: list[int], max_new_tokens: int, on_text: Callable[[str], None] | None, generate: dict[str, Any]
     ) -> Answer:
+        for name in ("generation_config", "return_dict_in_generate"):
+            if generate.get(name):
+                raise UnsupportedError(
+                    expected="settings of generate that lead to one answer in words",
+                    received=name,
+                    remedy="pass the settings themselves, or call model.generate with a KeepCache",
+                )
         self._warn_if_too_long(len(ids) + max_new_tokens)
         inputs = self._tensor(ids)
         seen = self.cache.get_seq_length()

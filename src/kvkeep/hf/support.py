@@ -137,9 +137,38 @@ def plan_model(model: Any) -> list[LayerPlan]:
     return plans
 
 
+def rope_types(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
+    """The parameters of each kind of rotary embedding in the model, by `rope_type`."""
+    given = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    kinds = [kind for kind in given.values() if isinstance(kind, dict)] or [given]  # Gemma 3 has one by layer type
+    return {str(kind.get("rope_type", "default")): kind for kind in kinds}
+
+
+def check_rotary(model: PreTrainedModel) -> None:
+    """Refuse a model whose rotations a policy cannot undo.
+
+    Raises:
+        UnsupportedError: the frequencies grow with the text, so that nothing tells those of an earlier piece.
+    """
+    if "dynamic" in rope_types(model):
+        raise UnsupportedError(
+            expected="rotary positions whose frequencies do not change as the text grows",
+            received=f"rope_type 'dynamic' in {type(model).__name__}",
+            remedy="choose a policy that does not undo rotations, such as snapkv",
+        )
+
+
+def rope_switch(model: PreTrainedModel) -> int | None:
+    """The length at which the model changes all its rotary frequencies, those of cached keys too; None for most."""
+    longrope = rope_types(model).get("longrope")
+    return None if longrope is None else int(longrope["original_max_position_embeddings"])
+
+
 def rotary_of(decoder: nn.Module, attention: nn.Module) -> Rotary:
     """The rotary embedding that `attention` applies to its queries and keys, from the model's own modules."""
     embedding: Any = decoder.rotary_emb
+    # Below the decorators that choose frequencies by length: a policy that looks ahead must not switch the model's.
+    forward = inspect.unwrap(type(embedding).forward)
     apply_both = sys.modules[type(attention).__module__].apply_rotary_pos_emb
     layer_type = getattr(attention, "layer_type", None)
     extra = {"layer_type": layer_type} if isinstance(getattr(embedding, "layer_types", None), list) else {}
@@ -147,7 +176,8 @@ def rotary_of(decoder: nn.Module, attention: nn.Module) -> Rotary:
     def cos_sin(positions: Tensor) -> tuple[Tensor, Tensor]:
         # The tensor only tells the embedding which type and device to answer in; rotations are undone in float32.
         like = torch.empty(0, dtype=torch.float32, device=positions.device)
-        cos, sin = embedding(like, positions, **extra)
+        with torch.no_grad():
+            cos, sin = forward(embedding, like, positions, **extra)
         return cos, sin
 
     def apply(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ and give every cell at least its protected entries.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -34,7 +35,11 @@ class Ada(Allocator):
     """The heads of a layer compete for the layer's budget; each keeps a guaranteed share.
 
     Feng et al. 2024 (arXiv 2407.11550), algorithm 1. Deviation: the guaranteed share is each head's top
-    `floor(safeguard * budget)` entries (as kvpress does) instead of a mix of two roundings, so that the total is exact.
+    `floor(safeguard * budget)` entries, at least one (as kvpress does), instead of a mix of two roundings, so that the
+    total is exact.
+
+    Attributes:
+        safeguard: share of the budget that every head keeps; with 0, a head may lose all its entries.
     """
 
     safeguard: float = 0.2
@@ -50,7 +55,11 @@ class Ada(Allocator):
 
     def allocate(self, judgements: Sequence[Judgement]) -> list[Tensor]:
         """For each layer, the top scores over all its heads, after each head's guaranteed share."""
-        return [_compete([judgement], floor=int(self.safeguard * judgement.budget))[0] for judgement in judgements]
+        counts = []
+        for judgement in judgements:
+            floor = max(1, math.floor(self.safeguard * judgement.budget + 1e-9)) if self.safeguard else 0
+            counts += _compete([judgement], floor)
+        return counts
 
 
 @dataclass(frozen=True)
@@ -59,15 +68,18 @@ class Pyramid(Allocator):
 
     Cai et al. 2024 (arXiv 2406.02069), section 4.2: the last layer keeps `budget / beta` beyond its protected
     window, the first as much above the average as the last is below it. Deviation: budgets are rounded so that their
-    sum is exactly the model's (the paper's integer steps drift), and a layer that cannot keep that many passes the
-    rest on.
+    sum is exactly the model's (the paper's integer steps drift), and a layer that would get more than the text has
+    passes the rest on. A layer that earlier cuts left with less than its share keeps what it has.
+
+    Attributes:
+        beta: how many times smaller than the average the last layer's share is, the window left aside.
     """
 
     beta: float = 20.0
     name: ClassVar[str] = "pyramid"
 
     def __post_init__(self) -> None:
-        if self.beta < 1:
+        if not self.beta >= 1:
             raise PolicyError(
                 expected="beta >= 1",
                 received=f"beta={self.beta}",
@@ -79,16 +91,17 @@ class Pyramid(Allocator):
         return [torch.clamp(j.available, max=self._share(j)) for j in judgements]
 
     def _share(self, judgement: Judgement) -> int:
-        pinned = int(judgement.pinned.max())
+        # Every layer works out the whole pyramid by itself, so all of it must rest on numbers that are the same for all
+        # layers; what a layer holds after an earlier cut is not.
+        pinned = max(1, judgement.protects, int(judgement.pinned.max()))  # no layer is left without an entry
         free = judgement.budget - pinned
         lowest = free / self.beta
         if judgement.layers == 1:
             return judgement.budget
         step = 2 * (free - lowest) / (judgement.layers - 1)
         wanted = [2 * free - lowest - step * i for i in range(judgement.layers)]
-        # The longest cell bounds what a layer can use; before the first cut all layers hold equally much.
-        room = int(judgement.available.max()) - pinned
-        return pinned + apportion(free * judgement.layers, wanted, room)[judgement.ordinal]
+        shares = apportion(free * judgement.layers, wanted, judgement.length - pinned)
+        return pinned + shares[judgement.ordinal]
 
 
 @dataclass(frozen=True)
@@ -120,7 +133,7 @@ class Threshold(Allocator):
 
 
 def apportion(total: int, wanted: Sequence[float], most: int) -> list[int]:
-    """Whole numbers in proportion to `wanted`, none above `most`, that sum to `total` (or `most` each, if that is less).
+    """Whole numbers in proportion to `wanted`, none above `most`, that sum to `total` (or are `most`, if that is less).
 
     What a capped share cannot take goes to the others in the same proportions; the rest after rounding down goes to
     the largest remainders, the earlier first.
@@ -130,11 +143,10 @@ def apportion(total: int, wanted: Sequence[float], most: int) -> list[int]:
     left = float(min(total, most * len(wanted)))
     while open_shares:
         weight = sum(wanted[i] for i in open_shares)
-        scale = left / weight if weight > 0 else 0.0
-        full = [i for i in open_shares if wanted[i] * scale >= most]
+        for i in open_shares:
+            shares[i] = left * (wanted[i] / weight if weight > 0 else 1 / len(open_shares))
+        full = [i for i in open_shares if shares[i] >= most]
         if not full:
-            for i in open_shares:
-                shares[i] = wanted[i] * scale if weight > 0 else left / len(open_shares)
             break
         for i in full:
             shares[i] = float(most)
@@ -151,7 +163,7 @@ def apportion(total: int, wanted: Sequence[float], most: int) -> list[int]:
 def _compete(judgements: Sequence[Judgement], floor: int) -> list[Tensor]:
     """Counts of the entries among the top scores of all cells, each cell's first `floor` and protected ones included.
 
-    Ties go to the earlier layer, then the lower head, then the lower position.
+    Ties go to the earlier layer, then the lower head, then the lower position. No layer loses all its entries.
     """
     ranked = []
     for judgement in judgements:
@@ -159,7 +171,9 @@ def _compete(judgements: Sequence[Judgement], floor: int) -> list[Tensor]:
         if floor:
             guaranteed = top_mask(scores, torch.clamp(judgement.available, max=floor))
             scores = scores.masked_fill(guaranteed & judgement.valid, torch.inf)
-        ranked.append(scores.flatten(1))  # [B, H_kv * N]
+        scores = scores.flatten(1)  # [B, H_kv * N]
+        best = top_mask(scores, torch.ones_like(scores[:, 0], dtype=torch.int64))
+        ranked.append(scores.masked_fill(best, torch.inf))
     together = torch.cat([r.to(ranked[0].device) for r in ranked], dim=1)  # layers may live on different devices
     cells = sum(j.valid.shape[1] for j in judgements)
     available = torch.stack([j.available.sum(-1).to(together.device) for j in judgements]).sum(0)  # [B]

@@ -51,11 +51,10 @@ class ExpectedAttention(Scorer):
     def score(self, observation: Observation) -> Tensor:
         """`[B, H_kv, N]`."""
         mean, covariance = self._future_queries(observation)  # [B, H, D], [B, H, D, D]
-        batch, kv_heads, held, size = observation.keys.shape
+        batch, kv_heads, _, size = observation.keys.shape
         keys = observation.keys.float()
         counted = observation.valid & (observation.positions >= self.sinks)
-        if not bool(counted.any(-1).all()):
-            counted = observation.valid  # a text of nothing but sinks
+        counted |= observation.valid & ~counted.any(-1, keepdim=True)  # a cell of nothing but sinks
         mean = mean.view(batch, kv_heads, observation.group, size)
         logits = torch.matmul(mean, keys.transpose(2, 3)) * observation.scaling  # [B, H_kv, G, N]
         if self.covariance:
@@ -74,10 +73,11 @@ class ExpectedAttention(Scorer):
                 received=f"none in layer {observation.layer}",
                 remedy="expected-attention needs a model with rotary positions",
             )
-        queries = observation.rotary.unrotate(observation.queries, observation.query_positions).float()
-        # A sink is no sample of what comes; but a text shorter than the sinks has nothing else.
-        first = self.sinks if queries.shape[2] > self.sinks else 0
-        queries = queries[:, :, first:]
+        queries = observation.rotary.unrotate(observation.queries.float(), observation.query_positions)
+        # A sink is no sample of what comes; but a text shorter than the sinks has nothing else. All rows of an
+        # observation have the same length, and so the same number of sinks among their queries.
+        first = int((observation.query_positions[0] < self.sinks).sum())
+        queries = queries[:, :, first if first < queries.shape[2] else 0 :]
         mean = queries.mean(2)
         centred = queries - mean[:, :, None]
         covariance = torch.matmul(centred.transpose(2, 3), centred) / queries.shape[2]

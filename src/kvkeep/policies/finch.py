@@ -40,10 +40,11 @@ class Finch(Scorer):
     def score(self, observation: Observation) -> Tensor:
         """`[B, H_kv, N]`."""
         rows = observation.attention_rows(self._window(observation))  # [B, H_kv, W, N]
-        visible = (rows > 0).sum(-1, keepdim=True)
-        return (rows * visible).mean(2)
+        at = observation.query_positions[:, None, -rows.shape[2] :, None]  # [B, 1, W, 1]
+        seen = observation.valid[:, :, None] & (observation.positions[:, :, None] <= at)
+        return (rows * seen.sum(-1, keepdim=True)).mean(2)
 
     def _window(self, observation: Observation) -> int:
-        if observation.question is None:
+        if observation.question is None or observation.question[0] >= observation.length:  # it is still to come
             return min(self.window, observation.length)
         return observation.length - observation.question[0]

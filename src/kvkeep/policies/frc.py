@@ -52,7 +52,7 @@ class FRC(Scorer):
         local = observation.pool_heads(observation.window_attention(self.window))
         strongest = observation.pool_heads(per_head, "max")
         width = max(3, min(33, 2 * (observation.length // 64) + 1))
-        dense = smooth(observation.pool_heads(per_head), width)
+        dense = smooth(observation.pool_heads(per_head), width, valid=observation.valid)
         score: Tensor = (
             self.local * by_largest(local) + self.density * by_largest(dense) + self.max_head * by_largest(strongest)
         )

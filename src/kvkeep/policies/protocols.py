@@ -35,6 +35,7 @@ class Judgement:
         layer: index of the layer in the model.
         ordinal: which of the `layers` layers that share the budget this is.
         layers: number of layers that share the budget.
+        protects: most entries that a cell of any layer may have to protect; the same number for all layers.
         notes: what the policy had to change to stay in the budget, in words.
     """
 
@@ -47,6 +48,7 @@ class Judgement:
     layer: int
     ordinal: int
     layers: int
+    protects: int = 0
     notes: tuple[str, ...] = ()
 
     @property
@@ -163,7 +165,7 @@ class Policy:
             PolicyError: scores of the wrong shape or type, or not finite.
             BudgetError: the caller protects more entries than the budget holds.
         """
-        protected, notes = self._protect(observation)
+        protected, protects, notes = self._protect(observation)
         scores = self.scorer.score(observation.with_protected(protected))
         check_scores(scores, observation, self.scorer.name)
         return Judgement(
@@ -176,6 +178,7 @@ class Policy:
             layer=observation.layer,
             ordinal=observation.ordinal,
             layers=observation.layers,
+            protects=protects,
             notes=notes,
         )
 
@@ -184,13 +187,20 @@ class Policy:
         counts = self.allocator.allocate(judgements)
         return [self.selector.select(judgement, count) for judgement, count in zip(judgements, counts, strict=True)]
 
-    def _protect(self, observation: Observation) -> tuple[Tensor, tuple[str, ...]]:
-        """The caller's protected entries and the policy's own, these shrunk to at most half of the budget."""
+    def _protect(self, observation: Observation) -> tuple[Tensor, int, tuple[str, ...]]:
+        """The caller's protected entries and the policy's own, these shrunk to at most half of the budget.
+
+        Returns:
+            The entries `[B, H_kv, N]`, how many of them a cell may have at most in any layer, and notes.
+        """
         protected = caller_protected(observation)
+        pinned = observation.protected_positions
+        if pinned is None:
+            pinned = int(protected.sum(-1).max())
+        pinned = min(pinned, observation.budget)
         sinks, window = map(max, self.scorer.protects(observation), self.allocator.protects(observation))
         if not sinks and not window:
-            return protected, ()
-        pinned = int(protected.sum(-1).max())
+            return protected, pinned, ()
         room = min(observation.budget // 2, observation.budget - pinned)
         kept_sinks = min(sinks, room)
         kept_window = min(window, room - kept_sinks)
@@ -202,7 +212,7 @@ class Policy:
                 f"{self.scorer.name}: {sinks} sinks and a window of {window} shrank to {kept_sinks} and {kept_window}, "
                 f"half of the {observation.budget} entries per cell",
             )
-        return protected | (own & observation.valid), notes
+        return protected | (own & observation.valid), pinned + kept_sinks + kept_window, notes
 
 
 def caller_protected(observation: Observation) -> Tensor:
@@ -242,7 +252,7 @@ def check_scores(scores: Tensor, observation: Observation, name: str) -> None:
         raise PolicyError(
             expected=f"finite scores from {name}",
             received=f"{bad} scores that are NaN or infinite in layer {observation.layer}",
-            remedy="guard divisions and logarithms; entries to keep at any cost belong to `protects`, not to a big score",
+            remedy="guard divisions and logarithms; what must stay belongs to `protects`, not to a big score",
         )
 
 

@@ -104,11 +104,11 @@ def parse_policy(text: str | PromptPolicy) -> PromptPolicy:
         PolicyError: an unknown policy, part or option (near names are suggested), or a text that cannot be read.
     """
     if not isinstance(text, str):
-        if not isinstance(text, PromptPolicy):
+        if isinstance(text, type) or not isinstance(text, PromptPolicy):  # a class has the methods too
             raise PolicyError(
                 expected="a policy or its name",
                 received=f"{text!r} of type {type(text).__name__}",
-                remedy="a policy has scope, needs, judge and choose; see kvkeep.policies.protocols",
+                remedy="a policy has scope, needs, judge and choose, as Policy(scorer, allocator, selector) does",
             )
         return text
     first, *rest = _split(text, "+")
@@ -227,7 +227,7 @@ def _read_piece(text: str) -> tuple[str, dict[str, str]]:
     options: dict[str, str] = {}
     for item in _split(match[2] or "", ","):
         key, equals, value = item.partition("=")
-        if not item:
+        if not item.strip():
             continue
         if not equals or not value.strip() or key.strip() in options:
             raise PolicyError(

@@ -66,14 +66,16 @@ class Chunks(Selector):
 
         order = mean.argsort(dim=-1, descending=True, stable=True)
         room = (counts - judgement.pinned)[..., None]  # [B, H_kv, 1]
-        fits = sizes.gather(2, order).cumsum(-1) <= room
+        ordered_sizes = sizes.gather(2, order)
+        fits = ordered_sizes.cumsum(-1) <= room
         taken = torch.zeros_like(fits).scatter_(2, order, fits)
         kept = judgement.protected | (taken.gather(2, chunk) & free)
 
-        # A cell that could take no chunk at all still keeps what its budget allows of the best one.
-        best = chunk == order[..., :1]
-        partial = torch.where(fits[..., :1], torch.zeros_like(room), room)  # [B, H_kv, 1]
-        kept |= top_mask(judgement.scores.masked_fill(~(best & free), -torch.inf), partial[..., 0]) & best & free
+        # A cell that could take no chunk at all still keeps what its budget allows of the best one that it holds.
+        first = order.gather(2, (ordered_sizes > 0).int().argmax(-1, keepdim=True))  # [B, H_kv, 1]
+        best = free & (chunk == first)
+        partial = room[..., 0].masked_fill((ordered_sizes * fits).any(-1), 0)  # [B, H_kv]
+        kept |= top_mask(judgement.scores.masked_fill(~best, -torch.inf), partial) & best
         if self.fill:
             kept = top_mask(judgement.ranked_scores().masked_fill(kept, torch.inf), counts)
         return kept

@@ -32,7 +32,8 @@ class SnapKV(Scorer):
 
     def __post_init__(self) -> None:
         require(self.window >= 1, "window >= 1", f"window={self.window}", "it counts the queries that judge")
-        require(self.kernel % 2 == 1, "an odd kernel", f"kernel={self.kernel}", "1 pools nothing")
+        odd = self.kernel >= 1 and self.kernel % 2 == 1
+        require(odd, "an odd kernel", f"kernel={self.kernel}", "1 pools nothing")
         require(self.pool in ("avg", "max"), "pool avg or max", f"pool={self.pool}", "the paper's code uses avg")
 
     def needs(self) -> Needs:
@@ -47,4 +48,5 @@ class SnapKV(Scorer):
         """`[B, H_kv, N]`."""
         attention = observation.window_attention(self.window)
         # Neighbours of the kept window must not profit from the attention that the window pays to itself.
-        return smooth(attention.masked_fill(observation.protected_or_none(), 0), self.kernel, self.pool)
+        attention = attention.masked_fill(observation.protected_or_none(), 0)
+        return smooth(attention, self.kernel, self.pool, observation.valid)

@@ -12,7 +12,8 @@ class Ledger:
     """Counts entries and bytes on the storages themselves.
 
     Held bytes, fraction and entries are over the evictable layers; the windows of sliding layers are listed apart, and
-    the peak covers both.
+    the peak covers both. The peak also covers what a layer holds while it moves entries (the old and the new buffer),
+    and the copies that it lends to policies; not the workspace of single tensor operations.
 
     Args:
         layers: the evictable layers' stores.
@@ -33,7 +34,9 @@ class Ledger:
 
     def restart(self) -> None:
         """Forget the peak; what is held now is where the next one begins."""
-        self._sizes = [layer.bytes().total for layer in self._layers]
+        for layer in self._layers:
+            layer.high_water = 0
+        self._sizes = [_size(layer) for layer in self._layers]
         self._window_sizes = [window() for window in self._windows]
         self._total = sum(self._sizes) + sum(self._window_sizes)
         self.peak_bytes = self._total
@@ -41,7 +44,7 @@ class Ledger:
     def record(self, index: int) -> None:
         """Take note of what layer `index` of the evictable layers did since the last call."""
         layer = self._layers[index]
-        size = layer.bytes().total
+        size = _size(layer)
         others = self._total - self._sizes[index]
         self.peak_bytes = max(self.peak_bytes, others + max(size, layer.high_water))
         layer.high_water = 0
@@ -138,3 +141,7 @@ class Ledger:
             "full_bytes": self.full_bytes,
             "fraction": self.fraction,
         }
+
+
+def _size(layer: RaggedLayer) -> int:
+    return layer.bytes().total + layer.lent_bytes

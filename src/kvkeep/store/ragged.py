@@ -1,20 +1,24 @@
 """The store of one layer: an immutable ragged prefix and a tail that grows.
 
-    prefix   keys, values [entries, D]: the kept entries of all cells, one cell after the other (row 0 head 0, row 0
-             head 1, ...), each in ascending order of position; `offsets [cells + 1]` tells where a cell begins,
-             `positions [entries]` where an entry stood in the text. Padding is never stored.
+    prefix   keys, values [entries, D]: the kept entries of all cells, one cell after the other; padding is not stored.
     tail     keys, values [B, H_kv, capacity, D]: what came after the last cut, the same tokens for all heads of a row.
 
-A cut gathers what stays of both into a new prefix. A prefix is never written to, so forks share it.
+A cut gathers what stays of both into a new prefix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from kvkeep.errors import CacheStateError
+from kvkeep.store.memory import nbytes
+from kvkeep.store.prefix import Prefix
+from kvkeep.store.tail import Tail
 
 _FIRST_CAPACITY = 16
 
@@ -39,7 +43,7 @@ class Bytes:
         return self.payload + self.slack + self.metadata
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Held:
     """What some rows of a layer hold, as rectangles, for a policy to look at.
 
@@ -64,34 +68,23 @@ class RaggedLayer:
     Attributes:
         batch: rows, 0 before the first append.
         kv_heads: KV heads.
-        keys: prefix keys `[entries, D]`; values likewise.
-        values: prefix values `[entries, D]`.
-        offsets: `[cells + 1]` int32.
-        positions: `[entries]` int32.
-        tail_keys: `[B, H_kv, capacity, D]`; None when there is no tail.
-        tail_values: `[B, H_kv, capacity, D]`.
-        tail_positions: `[B, capacity]` int32.
-        tail_valid: `[B, capacity]`, false at padding; None when the tail has none.
-        tail_length: columns of the tail that are in use.
-        high_water: most bytes held at once since `record` was last called on the ledger.
+        prefix: what was kept at the last cut; None before the first.
+        tail: what came since; None if nothing did.
+        high_water: most bytes held at once since the ledger last took note; the ledger sets it back.
     """
 
     def __init__(self) -> None:
-        self.reset()
+        self.batch = 0
+        self.kv_heads = 0
+        self.prefix: Prefix | None = None
+        self.tail: Tail | None = None
+        self.high_water = 0
+        self._lent: weakref.WeakSet[Held] = weakref.WeakSet()
 
     def reset(self) -> None:
         """Hold nothing, as after construction."""
-        self.batch = 0
-        self.kv_heads = 0
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-        self.offsets: Tensor | None = None
-        self.positions: Tensor | None = None
-        self._drop_tail()
-        self.high_water = 0
-        # Read by every decoding step; kept here so that no step waits for a device.
-        self.longest_cell = 0
-        self.is_uniform = True
+        self.batch = self.kv_heads = self.high_water = 0
+        self.prefix = self.tail = None
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
@@ -107,29 +100,24 @@ class RaggedLayer:
             positions: `[B, q]` logical positions.
             valid: `[B, q]`, false at padding; None if there is none.
             reserve: columns to make room for at once, when the caller knows how many will come.
+
+        Raises:
+            CacheStateError: the layer holds another number of rows or heads.
         """
         keys, values = keys.detach(), values.detach()
         batch, kv_heads, count, _ = keys.shape
+        if self.batch and (batch, kv_heads) != (self.batch, self.kv_heads):
+            raise CacheStateError(
+                expected=f"{self.batch} rows of {self.kv_heads} KV heads, as the layer holds",
+                received=f"{batch} rows of {kv_heads}",
+                remedy="reorder the rows of the cache first, or use a fresh one",
+            )
         self.batch, self.kv_heads = batch, kv_heads
-        if self.tail_keys is None and self.keys is None and reserve <= count:
-            self.tail_keys, self.tail_values = _owned(keys), _owned(values)
-            self.tail_positions = positions.to(torch.int32).clone()
-            self.tail_valid = None if valid is None else valid.clone()
-            self.tail_length = count
-            self._touch(self.bytes().total)
-            return
-        start, end = self.tail_length, self.tail_length + count
-        self._make_room(keys, values, end, reserve)
-        tail = self._tail()
-        tail.keys[:, :, start:end] = keys
-        tail.values[:, :, start:end] = values
-        tail.positions[:, start:end] = positions
-        if valid is not None and self.tail_valid is None:
-            self.tail_valid = torch.ones(batch, self.tail_capacity, dtype=torch.bool, device=keys.device)
-        if self.tail_valid is not None:
-            self.tail_valid[:, start:end] = True if valid is None else valid
-        self.tail_length = end
-        self._touch(self.bytes().total)
+        if self.prefix is None and self.tail is None and reserve <= count:
+            self.tail = Tail.adopt(keys, values, positions, valid)
+        else:
+            self._room_for(keys, values, reserve).write(keys, values, positions, valid)
+        self._note_peak()
 
     def cut(self, held: Sequence[Held], masks: Sequence[Tensor]) -> None:
         """Keep only what the masks name; everything else is gone when this returns.
@@ -138,81 +126,120 @@ class RaggedLayer:
             held: what `held()` gave, all rows of it, in order.
             masks: for each of them `[B, H_kv, N]`, true where the entry stays.
         """
-        before = self.bytes().total
-        keys = _joined([h.keys[m] for h, m in zip(held, masks, strict=True)])
-        values = _joined([h.values[m] for h, m in zip(held, masks, strict=True)])
-        positions = _joined([h.positions[m].to(torch.int32) for h, m in zip(held, masks, strict=True)])
-        counts = torch.cat([m.sum(-1).flatten() for m in masks])
-        copied = sum(_nbytes(h.keys, h.values) for h in held) if self.keys is not None else 0
-        self._set_prefix(keys, values, positions, counts)
-        self._drop_tail()
-        self._touch(before + copied + self.bytes().total)
+        before = self.bytes().total + self.lent_bytes
+        pairs = list(zip(held, masks, strict=True))
+        self.prefix = Prefix.from_counts(
+            keys=_joined([h.keys[mask] for h, mask in pairs]),
+            values=_joined([h.values[mask] for h, mask in pairs]),
+            positions=_joined([h.positions[mask].to(torch.int32) for h, mask in pairs]),
+            counts=_joined([mask.sum(-1) for mask in masks]),
+        )
+        self.tail = None
+        self._note_peak(before)
 
     def rewind(self, tail_length: int) -> None:
         """Forget the columns of the tail from `tail_length` on."""
-        self.tail_length = tail_length
+        if not 0 <= tail_length <= self.tail_length:
+            raise CacheStateError(
+                expected=f"a tail length between 0 and the {self.tail_length} columns held",
+                received=f"{tail_length}",
+                remedy="rewind to a mark that was taken since the last cut",
+            )
+        if self.tail is not None:
+            self.tail.rewind(tail_length)
 
     def trim(self) -> None:
         """Give back the slack of the tail."""
-        if self.tail_keys is None or self.tail_capacity == self.tail_length:
-            return
-        tail, used = self._tail(), self.tail_length
-        if used == 0:
-            self._drop_tail()
-            return
-        self.tail_keys, self.tail_values = tail.keys[:, :, :used].clone(), tail.values[:, :, :used].clone()
-        self.tail_positions = tail.positions[:, :used].clone()
-        self.tail_valid = None if self.tail_valid is None else self.tail_valid[:, :used].clone()
-        self._tail_shared = False
+        if self.tail is not None and self.tail.length < self.tail.capacity:
+            self._replace_tail(self.tail.resized(self.tail.length) if self.tail.length else None)
 
     def reorder(self, rows: Tensor) -> None:
         """Make row `i` what row `rows[i]` was; rows may repeat or be left out."""
-        if self.batch == 0:
-            return
-        before = self.bytes().total
-        if self.keys is not None:
-            prefix = self._prefix()
-            counts = prefix.offsets.diff().view(self.batch, self.kv_heads)
-            starts = prefix.offsets[:-1].view(self.batch, self.kv_heads)
-            picked = rows.to(prefix.keys.device)
-            new_counts = counts[picked].flatten()
-            ends = new_counts.cumsum(0)
-            shift = starts[picked].flatten() - (ends - new_counts)
-            index = torch.arange(int(ends[-1]), device=shift.device) + shift.repeat_interleave(new_counts.long())
-            self._set_prefix(prefix.keys[index], prefix.values[index], prefix.positions[index], new_counts)
-        if self.tail_keys is not None:
-            tail = self._tail()
-            picked = rows.to(tail.keys.device)
-            self.tail_keys, self.tail_values = tail.keys[picked], tail.values[picked]
-            self.tail_positions = tail.positions[picked]
-            self.tail_valid = None if self.tail_valid is None else self.tail_valid[picked]
-            self._tail_shared = False
-        self.batch = len(rows)
-        self._touch(before + self.bytes().total)
+        if self.prefix is not None:
+            old = self.prefix.nbytes
+            self.prefix = self.prefix.select(rows)
+            self._note_peak(old)
+        if self.tail is not None:
+            self._replace_tail(self.tail.select(rows))
+        self.batch = len(rows) if self.batch else 0
 
     def fork(self) -> RaggedLayer:
         """An independent layer with the same content. The prefix is shared; the tail is copied at the next write."""
         twin = RaggedLayer()
-        twin.__dict__.update(self.__dict__)
-        self._tail_shared = twin._tail_shared = self.tail_keys is not None
-        twin.high_water = 0
+        twin.batch, twin.kv_heads = self.batch, self.kv_heads
+        twin.prefix = self.prefix
+        twin.tail = None if self.tail is None else self.tail.share()
         return twin
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
     @property
-    def entry_bytes(self) -> int:
-        """Bytes of one key and one value vector; 0 before the first append."""
-        keys = self.keys if self.keys is not None else self.tail_keys
-        values = self.values if self.values is not None else self.tail_values
-        if keys is None or values is None:
-            return 0
-        return (keys.shape[-1] + values.shape[-1]) * keys.element_size()
+    def keys(self) -> Tensor | None:
+        """`[entries, D]` keys of the prefix."""
+        return None if self.prefix is None else self.prefix.keys
+
+    @property
+    def values(self) -> Tensor | None:
+        """`[entries, D]` values of the prefix."""
+        return None if self.prefix is None else self.prefix.values
+
+    @property
+    def offsets(self) -> Tensor | None:
+        """`[cells + 1]` int32, where a cell of the prefix begins."""
+        return None if self.prefix is None else self.prefix.offsets
+
+    @property
+    def positions(self) -> Tensor | None:
+        """`[entries]` int32 positions of the prefix."""
+        return None if self.prefix is None else self.prefix.positions
+
+    @property
+    def tail_keys(self) -> Tensor | None:
+        """`[B, H_kv, capacity, D]`."""
+        return None if self.tail is None else self.tail.keys
+
+    @property
+    def tail_values(self) -> Tensor | None:
+        """`[B, H_kv, capacity, D]`."""
+        return None if self.tail is None else self.tail.values
+
+    @property
+    def tail_positions(self) -> Tensor | None:
+        """`[B, capacity]` int32."""
+        return None if self.tail is None else self.tail.positions
+
+    @property
+    def tail_valid(self) -> Tensor | None:
+        """`[B, capacity]` false at padding; None if the tail has none."""
+        return None if self.tail is None else self.tail.valid
+
+    @property
+    def tail_length(self) -> int:
+        """Columns of the tail that are in use."""
+        return 0 if self.tail is None else self.tail.length
 
     @property
     def tail_capacity(self) -> int:
         """Columns that the tail has room for."""
-        return 0 if self.tail_keys is None else self.tail_keys.shape[2]
+        return 0 if self.tail is None else self.tail.capacity
+
+    @property
+    def longest_cell(self) -> int:
+        """Entries of the prefix's longest cell."""
+        return 0 if self.prefix is None else self.prefix.longest_cell
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all cells of the prefix have equally many entries."""
+        return self.prefix is None or self.prefix.is_uniform
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one key and one value vector; 0 before the first append."""
+        part = self.prefix or self.tail
+        if part is None:
+            return 0
+        return (part.keys.shape[-1] + part.values.shape[-1]) * part.keys.element_size()
 
     def cell_counts(self) -> Tensor:
         """`[B, H_kv]` int64 entries of each cell, prefix and tail; padding does not count."""
@@ -220,16 +247,15 @@ class RaggedLayer:
 
     def prefix_counts(self) -> Tensor:
         """`[B, H_kv]` int64 entries of each cell of the prefix."""
-        if self.offsets is None:
-            return torch.zeros(self.batch, self.kv_heads, dtype=torch.int64)
-        return self.offsets.diff().view(self.batch, self.kv_heads).long()
+        if self.prefix is not None:
+            return self.prefix.counts
+        return torch.zeros(self.batch, self.kv_heads, dtype=torch.int64, device=self._device)
 
     def tail_counts(self) -> Tensor:
         """`[B]` int64 tokens of each row in the tail, without padding."""
-        if self.tail_valid is not None:
-            return self.tail_valid[:, : self.tail_length].sum(-1)
-        device = self.offsets.device if self.offsets is not None else None
-        return torch.full((self.batch,), self.tail_length, dtype=torch.int64, device=device)
+        if self.tail is not None:
+            return self.tail.counts
+        return torch.zeros(self.batch, dtype=torch.int64, device=self._device)
 
     def held(self, lengths: Sequence[int]) -> list[Held]:
         """What the layer holds, as rectangles without padding: all rows at once where they are alike, else row by row.
@@ -239,7 +265,9 @@ class RaggedLayer:
         """
         alike = len(set(lengths)) == 1 and self.tail_valid is None
         groups = [(0, self.batch)] if alike else [(row, row + 1) for row in range(self.batch)]
-        return [self._held_rows(*rows) for rows in groups]
+        held = [self._held_rows(*rows) for rows in groups]
+        self._lent.update(held)
+        return held
 
     def cell(self, row: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
         """Keys `[n, D]`, values `[n, D]` and positions `[n]` of one cell, prefix then tail."""
@@ -250,173 +278,102 @@ class RaggedLayer:
     def padded_prefix(self, first: int, last: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The prefix of rows `first` to `last` as rectangles: keys, values `[B, H_kv, P, D]`, positions, valid.
 
-        No copy where all cells of the layer have the same length. Elsewhere missing entries hold another cell's.
+        No copy where these cells have the same length. Elsewhere missing entries are zeros.
         """
-        prefix = self._prefix()
-        cells = slice(first * self.kv_heads, last * self.kv_heads)
-        shape = (last - first, self.kv_heads)
-        if self.is_uniform:
-            size = self.longest_cell
-            entries = slice(cells.start * size, cells.stop * size)
-            keys, values = prefix.keys[entries], prefix.values[entries]
-            positions = prefix.positions[entries].view(*shape, size).long()
-            return (
-                keys.view(*shape, size, keys.shape[-1]),
-                values.view(*shape, size, values.shape[-1]),
-                positions,
-                torch.ones_like(positions, dtype=torch.bool),
-            )
-        offsets = prefix.offsets[cells.start : cells.stop + 1].long()
-        counts = offsets.diff()
-        columns = torch.arange(int(counts.max()), device=counts.device)
-        valid = columns < counts[:, None]  # [cells, P]
-        # A short cell's missing entries repeat an entry of the next one: finite, and never looked at.
-        index = (offsets[:-1, None] + columns).clamp(max=prefix.keys.shape[0] - 1).flatten()
-
-        def spread(flat: Tensor) -> Tensor:
-            return flat[index].view(*shape, len(columns), *flat.shape[1:])
-
-        return spread(prefix.keys), spread(prefix.values), spread(prefix.positions).long(), valid.view(*shape, -1)
+        if self.prefix is None:
+            raise _nothing_held()
+        return self.prefix.rectangle(first, last)
 
     def bytes(self) -> Bytes:
         """Bytes of the layer's storages, by purpose."""
-        prefix = _nbytes(self.keys, self.values)
-        tail = _nbytes(self.tail_keys, self.tail_values)
-        used = 0
-        if self.tail_keys is not None and self.tail_values is not None:
-            entry = (self.tail_keys.shape[-1] + self.tail_values.shape[-1]) * self.tail_keys.element_size()
-            columns = self.batch * self.tail_length
-            if self.tail_valid is not None:
-                columns = int(self.tail_valid[:, : self.tail_length].sum())
-            used = columns * self.kv_heads * entry
-        metadata = _nbytes(self.offsets, self.positions, self.tail_positions, self.tail_valid)
-        return Bytes(payload=prefix + used, slack=tail - used, metadata=metadata)
+        payload = slack = metadata = 0
+        if self.prefix is not None:
+            payload = nbytes(self.prefix.keys, self.prefix.values)
+            metadata = self.prefix.nbytes - payload
+        if self.tail is not None:
+            used = self.tail.tokens * self.kv_heads * self.entry_bytes
+            reserved = nbytes(self.tail.keys, self.tail.values)
+            payload, slack = payload + used, reserved - used
+            metadata += self.tail.nbytes - reserved
+        return Bytes(payload, slack, metadata)
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes of the keys and values that were copied for rectangles of `held()` which are still in use."""
+        if not self._lent:  # as in every decoding step
+            return 0
+        own = {tensor.untyped_storage().data_ptr() for tensor in self.tensors().values()}
+        lent = [tensor for held in self._lent for tensor in (held.keys, held.values)]
+        return nbytes(*(tensor for tensor in lent if tensor.untyped_storage().data_ptr() not in own))
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that the layer owns, by name; what is not there is left out."""
-        names = ("keys", "values", "offsets", "positions", "tail_keys", "tail_values", "tail_positions", "tail_valid")
-        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+        parts = [part.tensors() for part in (self.prefix, self.tail) if part is not None]
+        return {name: tensor for part in parts for name, tensor in part.items()}
 
-    def load_tensors(self, tensors: dict[str, Tensor], batch: int, kv_heads: int) -> None:
-        """Take over the tensors that `tensors()` of another layer gave; the tail has no slack."""
+    def load_tensors(self, tensors: Mapping[str, Tensor], batch: int, kv_heads: int) -> None:
+        """Take over the tensors that `tensors()` of a trimmed layer gave: the tail has no slack.
+
+        Raises:
+            CacheStateError: they are not what a layer of this shape owns.
+        """
+        prefix = Prefix.from_tensors(tensors, batch, kv_heads)
+        tail = Tail.from_tensors(tensors, batch, kv_heads)
+        known = {name for part in (prefix, tail) if part is not None for name in part.tensors()}
+        if known != set(tensors):
+            raise CacheStateError(
+                expected=f"the tensors of a layer of {batch} rows of {kv_heads} KV heads, which agree with one another",
+                received=", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in sorted(tensors.items())),
+                remedy="the file is damaged or not one of kvkeep's; save the cache again",
+            )
         self.reset()
         self.batch, self.kv_heads = batch, kv_heads
-        for name, tensor in tensors.items():
-            setattr(self, name, tensor)
-        self.tail_length = self.tail_capacity
-        if self.offsets is not None:
-            self._note_counts(self.offsets.diff())
-        self._touch(self.bytes().total)
+        self.prefix, self.tail = prefix, tail
+        self._note_peak()
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
+    @property
+    def _device(self) -> torch.device | None:
+        part = self.prefix or self.tail
+        return None if part is None else part.keys.device
+
     def _held_rows(self, first: int, last: int) -> Held:
-        pieces: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        if self.keys is not None:
-            pieces.append(self.padded_prefix(first, last))
-        if self.tail_keys is not None and self.tail_length:
-            pieces.append(self._tail_rows(first, last))
-        if len(pieces) == 1:
-            keys, values, positions, valid = pieces[0]
-        else:
-            keys, values, positions, valid = (torch.cat(parts, dim=2) for parts in zip(*pieces, strict=True))
+        pieces = [] if self.prefix is None else [self.prefix.rectangle(first, last)]
+        if self.tail is not None and (self.tail.length or not pieces):
+            pieces.append(self.tail.rectangle(first, last))
+        if not pieces:
+            raise _nothing_held()
+        keys, values, positions, valid = (_joined(parts, dim=2) for parts in zip(*pieces, strict=True))
         return Held((first, last), keys, values, positions, valid)
 
-    def _tail_rows(self, first: int, last: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        tail = self._tail()
-        keys = tail.keys[first:last, :, : self.tail_length]
-        values = tail.values[first:last, :, : self.tail_length]
-        positions = tail.positions[first:last, : self.tail_length].long()
-        if self.tail_valid is not None:
-            columns = self.tail_valid[first:last, : self.tail_length].all(0)
-            if bool(columns[int(columns.int().argmax()) :].all()):  # padding on the left only: a slice, not a copy
-                used = slice(int(columns.int().argmax()) if bool(columns.any()) else self.tail_length, None)
-                keys, values, positions = keys[:, :, used], values[:, :, used], positions[:, used]
-            else:
-                keys, values, positions = keys[:, :, columns], values[:, :, columns], positions[:, columns]
-        positions = positions[:, None].expand(-1, self.kv_heads, -1)
-        return keys, values, positions, torch.ones_like(positions, dtype=torch.bool)
+    def _room_for(self, keys: Tensor, values: Tensor, reserve: int) -> Tail:
+        """The tail with room for these tokens and nobody else who reads it."""
+        columns = self.tail_length + keys.shape[2]
+        enough = columns <= self.tail_capacity
+        if self.tail is not None and enough and self.tail.is_writable:
+            return self.tail
+        least = reserve or _FIRST_CAPACITY
+        capacity = self.tail_capacity if enough else max(columns, 2 * self.tail_capacity, least)
+        tail = Tail.allocate(keys, values, capacity) if self.tail is None else self.tail.resized(capacity)
+        self._replace_tail(tail)
+        return tail
 
-    def _make_room(self, keys: Tensor, values: Tensor, columns: int, reserve: int) -> None:
-        # A buffer made in inference mode cannot be written to outside of it.
-        frozen = self.tail_keys is not None and self.tail_keys.is_inference() and not torch.is_inference_mode_enabled()
-        if columns <= self.tail_capacity and not self._tail_shared and not frozen:
-            return
-        capacity = self.tail_capacity
-        if columns > capacity:
-            capacity = max(columns, reserve, 2 * capacity, _FIRST_CAPACITY if self.keys is not None else 0)
-        before = self.bytes().total
-        old = self.tail_keys, self.tail_values, self.tail_positions, self.tail_valid
-        batch, heads, used = self.batch, self.kv_heads, self.tail_length
-        self.tail_keys = keys.new_empty(batch, heads, capacity, keys.shape[-1])
-        self.tail_values = values.new_empty(batch, heads, capacity, values.shape[-1])
-        self.tail_positions = torch.empty(batch, capacity, dtype=torch.int32, device=keys.device)
-        if old[0] is not None and old[1] is not None and old[2] is not None:
-            self.tail_keys[:, :, :used] = old[0][:, :, :used]
-            self.tail_values[:, :, :used] = old[1][:, :, :used]
-            self.tail_positions[:, :used] = old[2][:, :used]
-        if old[3] is not None:
-            self.tail_valid = torch.ones(batch, capacity, dtype=torch.bool, device=keys.device)
-            self.tail_valid[:, :used] = old[3][:, :used]
-        self._tail_shared = False
-        self._touch(before + self.bytes().total)
+    def _replace_tail(self, tail: Tail | None) -> None:
+        old = 0 if self.tail is None else self.tail.nbytes
+        self.tail = tail
+        self._note_peak(old)
 
-    def _set_prefix(self, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor) -> None:
-        self.keys, self.values, self.positions = keys, values, positions
-        offsets = torch.zeros(len(counts) + 1, dtype=torch.int32, device=keys.device)
-        offsets[1:] = counts.cumsum(0)
-        self.offsets = offsets
-        self._note_counts(counts)
-
-    def _note_counts(self, counts: Tensor) -> None:
-        self.longest_cell = int(counts.max())
-        self.is_uniform = bool((counts == self.longest_cell).all())
-
-    def _drop_tail(self) -> None:
-        self.tail_keys: Tensor | None = None
-        self.tail_values: Tensor | None = None
-        self.tail_positions: Tensor | None = None
-        self.tail_valid: Tensor | None = None
-        self.tail_length = 0
-        self._tail_shared = False
-
-    def _prefix(self) -> _Prefix:
-        if self.keys is None or self.values is None or self.offsets is None or self.positions is None:
-            raise RuntimeError("this layer has no prefix")
-        return _Prefix(self.keys, self.values, self.offsets, self.positions)
-
-    def _tail(self) -> _Tail:
-        if self.tail_keys is None or self.tail_values is None or self.tail_positions is None:
-            raise RuntimeError("this layer has no tail")
-        return _Tail(self.tail_keys, self.tail_values, self.tail_positions)
-
-    def _touch(self, held: int) -> None:
-        self.high_water = max(self.high_water, held)
+    def _note_peak(self, beside: int = 0) -> None:
+        """There were `beside` bytes at the same time as what is held now."""
+        self.high_water = max(self.high_water, beside + self.bytes().total)
 
 
-@dataclass(frozen=True)
-class _Prefix:
-    keys: Tensor
-    values: Tensor
-    offsets: Tensor
-    positions: Tensor
+def _joined(pieces: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=dim)
 
 
-@dataclass(frozen=True)
-class _Tail:
-    keys: Tensor
-    values: Tensor
-    positions: Tensor
-
-
-def _owned(tensor: Tensor) -> Tensor:
-    """The tensor itself if its storage holds nothing else, else a copy (a fused projection's V is a view of Q, K, V)."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() else tensor.clone()
-
-
-def _joined(pieces: list[Tensor]) -> Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def _nbytes(*tensors: Tensor | None) -> int:
-    return sum(t.untyped_storage().nbytes() for t in tensors if t is not None)
+def _nothing_held() -> CacheStateError:
+    return CacheStateError(
+        expected="a layer that holds entries", received="an empty one", remedy="process a text first"
+    )

@@ -1,0 +1,56 @@
+"""The command line: parses, calls, prints. What it calls stands in the other rooms.
+
+Commands import torch and transformers in their bodies, so that help is there at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+
+from cyclopts import App
+
+from kvkeep import __version__
+from kvkeep.cli import demo, models, plan, policies, run, show
+from kvkeep.cli.output import print_error, show_warning
+from kvkeep.errors import KvkeepError
+
+app = App(
+    name="kvkeep",
+    help="Keep the entries of a key-value cache that matter, physically delete the rest.",
+    version=__version__,
+    suppress_keyboard_interrupt=False,
+    result_action="return_value",
+)
+for _command in (run.run, demo.demo, show.show, plan.plan, policies.policies, models.models):
+    app.command(_command)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: of the command line; the process's own where None.
+
+    Returns:
+        The exit status: 0; 2 for an error that kvkeep explains; 130 after Ctrl-C; 1 where the reader of the output
+        went away. cyclopts itself exits with 1 on a command line that cannot be parsed.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    with warnings.catch_warnings():
+        warnings.showwarning = show_warning
+        try:
+            app(words)
+            sys.stdout.flush()
+        except KvkeepError as error:
+            print_error(error, as_json="--json" in words)
+            return 2
+        except KeyboardInterrupt:
+            return 130
+        except BrokenPipeError:
+            # Python flushes stdout once more when it ends, and would complain.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+    return 0

@@ -1,0 +1,68 @@
+"""`kvkeep policies`: what can stand after `--policy`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from kvkeep.cli.options import Json
+from kvkeep.cli.output import print_json, stdout
+
+
+def policies(*, json: Json = False) -> None:
+    """List every policy with its options and their defaults, and the allocators and selectors to combine it with.
+
+    The names are those of `--policy`, of Python and of results: snapkv, snapkv[window=64], snapkv[window=64]+ada.
+    """
+    record = _describe()
+    if json:
+        print_json({"schema_version": 1, **record})
+        return
+    console = stdout()
+    for title, rows in (
+        ("policies", record["policies"]),
+        ("allocators: how the budget is shared over heads and layers", record["allocators"]),
+        ("selectors: which entries a cell keeps", record["selectors"]),
+    ):
+        console.print(Text(title, style="bold underline"))
+        console.print(_table(rows))
+    console.print("combine them: snapkv[window=64]+ada+chunks[length=20]")
+
+
+def _describe() -> dict[str, list[dict[str, Any]]]:
+    from kvkeep.policies import Allocator, part_types
+    from kvkeep.policies import policies as registered
+
+    parts: dict[str, list[dict[str, Any]]] = {"allocators": [], "selectors": []}
+    for name, kind in part_types().items():
+        part: Any = kind()
+        options = {field.name: getattr(part, field.name) for field in dataclasses.fields(part) if field.init}
+        group = "allocators" if issubclass(kind, Allocator) else "selectors"
+        parts[group].append({"name": name, "summary": _first_line(kind.__doc__), "options": options})
+    entries = [
+        {"name": entry.name, "summary": entry.summary, "paper": entry.paper, "options": entry.options()}
+        for entry in registered().values()
+    ]
+    return {"policies": entries, **parts}
+
+
+def _first_line(docstring: str | None) -> str:
+    return (docstring or "").strip().split("\n")[0].rstrip(".")
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for row in rows:
+        about = Text(row["summary"])
+        facts = [Text(row["paper"], style="dim")] if row.get("paper") else []
+        facts += [Text(f"{name}={value}", style="cyan") for name, value in row["options"].items()]
+        if facts:
+            about.append("\n").append(Text("  ").join(facts))
+        table.add_row(Text(row["name"], style="bold"), about)
+    return table

@@ -1,0 +1,200 @@
+"""What a cache will weigh, from the model's configuration alone: no weights are loaded and nothing is run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from kvkeep.budget import POSITION_BYTES, Budget, LayerShape
+from kvkeep.errors import BudgetError, ModelFileError, UnsupportedError, near_names
+from kvkeep.hf.convert import quiet
+from kvkeep.hf.embedded import KNOWN_MODELS, model_folder
+from kvkeep.hf.models import DTYPES
+from kvkeep.hf.support import LayerPlan, plan_model
+from kvkeep.policies import Ada, Full, Policy, PromptPolicy, Pyramid, Threshold, TopK, Uniform
+
+# They spend the whole budget, whatever the scores are.
+_SPENDERS = (Uniform, Ada, Pyramid, Threshold)
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """The ledger of a prompt of one row, right after its cut, as `Ledger` would count it.
+
+    Attributes:
+        context_length: tokens of the prompt; the logical length at the cut.
+        cells: (layer, KV head) pairs that are evicted.
+        entries_per_cell: kept on average.
+        entries: kept, over all cells.
+        entries_full: of the full cache.
+        payload_bytes: keys and values of the kept entries.
+        metadata_bytes: their positions and offsets.
+        held_bytes: both; the prompt policies have no state, and a cut leaves no slack.
+        window_bytes: what sliding layers hold.
+        full_bytes: keys and values of the full cache, over the evictable layers.
+        fraction: held / full.
+        peak_bytes: the most held at once while the prompt is processed.
+        held_is_exact: false where the scores decide how much of the budget is used: then these are upper bounds.
+        peak_is_exact: false where the scores decide the peak: then it is an upper bound.
+        max_position_embeddings: positions that the model was trained on, if it says so.
+    """
+
+    context_length: int
+    cells: int
+    entries_per_cell: int
+    entries: int
+    entries_full: int
+    payload_bytes: int
+    metadata_bytes: int
+    held_bytes: int
+    window_bytes: int
+    full_bytes: int
+    fraction: float
+    peak_bytes: int
+    held_is_exact: bool
+    peak_is_exact: bool
+    max_position_embeddings: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, as it goes into results."""
+        return asdict(self)
+
+
+def plan_cache(model: Any, policy: PromptPolicy, budget: Budget, context_length: int) -> CachePlan:
+    """What a cache of `model` under `policy` will hold of a prompt, and its peak.
+
+    The peak of a policy that decides layer by layer is reached in the last evicted layer: all earlier layers are cut,
+    this one is held dense together with what stays of it. A policy that waits for all layers holds all of them dense.
+
+    Args:
+        model: a supported model; `empty_model` will do.
+        policy: governs all evictable layers.
+        budget: how much may stay.
+        context_length: tokens of the prompt, at least 1.
+
+    Raises:
+        BudgetError: the budget cannot be kept.
+        UnsupportedError: a model that kvkeep has not checked.
+    """
+    plans = plan_model(model)
+    shapes = [plan.shape for plan in plans if plan.window is None]
+    window_bytes = sum(_window_bytes(plan, context_length) for plan in plans)
+    kept = budget.entries_per_cell([context_length], shapes, window_bytes)[0]
+    if isinstance(policy, Full) and kept < context_length:
+        raise BudgetError(
+            expected=f"a budget of {context_length} entries per cell, all that policy 'full' keeps",
+            received=f"{kept} ({budget})",
+            remedy="choose a policy that evicts, or compression_ratio=0",
+        )
+    cells = sum(shape.kv_heads for shape in shapes)
+    payload = sum(shape.kv_heads * kept * shape.entry_bytes for shape in shapes)
+    held = sum(shape.bytes_for(1, kept) for shape in shapes)
+    full = sum(shape.kv_heads * context_length * shape.entry_bytes for shape in shapes)
+    exact = kept == context_length or _spends_all(policy)
+    return CachePlan(
+        context_length=context_length,
+        cells=cells,
+        entries_per_cell=kept,
+        entries=cells * kept,
+        entries_full=cells * context_length,
+        payload_bytes=payload,
+        metadata_bytes=held - payload,
+        held_bytes=held,
+        window_bytes=window_bytes,
+        full_bytes=full,
+        fraction=held / full,
+        peak_bytes=_peak(plans, policy, kept, context_length),
+        held_is_exact=exact,
+        peak_is_exact=exact and (policy.scope == "layer" or kept == context_length),
+        max_position_embeddings=getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None),
+    )
+
+
+def empty_model(name_or_path: str | PathLike[str], dtype: str) -> PreTrainedModel:
+    """A model without its weights, from its configuration.
+
+    Args:
+        name_or_path: as for `load_model`; a known model must have been fetched.
+        dtype: the name of a floating type.
+
+    Raises:
+        ModelFileError: no configuration of a causal language model there.
+        UnsupportedError: an unknown dtype.
+    """
+    if dtype not in DTYPES:
+        raise UnsupportedError(
+            expected="a floating type for the weights", received=repr(dtype), remedy=near_names(dtype, DTYPES)
+        )
+    name = str(name_or_path)
+    path = Path(name_or_path).expanduser()
+    if name in KNOWN_MODELS and not (path := model_folder(name)).is_dir():
+        raise ModelFileError(
+            expected=f"the fetched model {name!r}, whose configuration tells the sizes",
+            received=f"no folder {path}",
+            remedy=f"run `kvkeep models fetch {name}` first",
+        )
+    if not path.exists() and "/" not in name:
+        raise ModelFileError(
+            expected="a known model, a folder, a .gguf file, or an owner/name of the hub",
+            received=f"{name!r}, which is none of them",
+            remedy=near_names(name, KNOWN_MODELS),
+        )
+    options: dict[str, Any] = {"gguf_file": path.name} if path.is_file() else {}
+    source = path.parent if path.is_file() else path if path.exists() else name
+    try:
+        with quiet(), torch.device("meta"):
+            config = AutoConfig.from_pretrained(
+                source, trust_remote_code=False, local_files_only=path.exists(), **options
+            )
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=DTYPES[dtype], trust_remote_code=False
+            )
+    except Exception as error:  # readers of files, parsers and the hub's client raise errors of many kinds
+        raise ModelFileError(
+            expected=f"the configuration of a causal language model at {name!r}"
+            + ("" if path.exists() else " (no such path here, so an id of the hub)"),
+            received=f"{type(error).__name__}: {error}",
+            remedy="check the path or the id, and that the hub can be reached for an id",
+        ) from error
+    return model
+
+
+def _spends_all(policy: PromptPolicy) -> bool:
+    """Whether the policy keeps exactly what the budget allows, whatever the scores are."""
+    return isinstance(policy, Policy) and type(policy.allocator) in _SPENDERS and type(policy.selector) is TopK
+
+
+def _window_bytes(plan: LayerPlan, length: int) -> int:
+    if plan.window is None:
+        return 0
+    return plan.shape.kv_heads * plan.shape.entry_bytes * min(plan.window - 1, length)
+
+
+def _dense_bytes(shape: LayerShape, length: int) -> int:
+    """A layer before its cut: keys and values, and one position for each token."""
+    return length * (shape.kv_heads * shape.entry_bytes + POSITION_BYTES)
+
+
+def _peak(plans: list[LayerPlan], policy: PromptPolicy, kept: int, length: int) -> int:
+    """Layer by layer as `Ledger.record` sees it; while a layer is cut, it is held twice."""
+    held = peak = 0
+    evicted = [plan.shape for plan in plans if plan.window is None]
+    for plan in plans:
+        if plan.window is not None:
+            held += _window_bytes(plan, length)
+        elif policy.scope == "layer":
+            peak = max(peak, held + _dense_bytes(plan.shape, length) + plan.shape.bytes_for(1, kept))
+            held += plan.shape.bytes_for(1, kept)
+        else:
+            held += _dense_bytes(plan.shape, length)
+        peak = max(peak, held)
+    if policy.scope == "model":
+        # All are dense when the first one is cut. The scores decide how much it keeps: all of it, at most.
+        most = min(length, kept * len(evicted))
+        peak = held + evicted[0].bytes_for(1, most)
+    return peak
