@@ -19,10 +19,10 @@ from kvkeep.hf.policy_table import table_to_text
 from kvkeep.hf.scoring import answer_logits, kl_divergence
 from kvkeep.hf.session import Session
 
-POLICIES = ("random", "streaming-llm", "keydiff", "snapkv", "adasnapkv", "expected-attention")
+POLICIES = ("random", "streaming-llm", "keydiff", "snapkv", "adasnapkv", "frc")
 RATIOS = (0.5, 0.75)
 QUESTIONS = 8
-MAX_NEW_TOKENS = 20
+MAX_NEW_TOKENS = 16
 
 
 @dataclass(frozen=True)

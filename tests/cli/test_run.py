@@ -178,6 +178,7 @@ def test_a_cache_may_be_saved_without_a_question(run, kvkeep, folder, tmp_path):
         (("--load-cache", "FILE", "--entries", 3, "--question", "x"), "--entries"),
         (("--load-cache", "FILE", "--protocol", "query-aware", "--question", "x"), "--protocol"),
         (("--load-cache", "FILE", "--compare-full", "--question", "x"), "--compare-full"),
+        (("--load-cache", "FILE", "--seed", 1, "--question", "x"), "--seed"),
         (("--load-cache", "FILE"), "no --question"),
         (("--load-cache", "TEXT", "--question", "x"), "a whole file that KeepCache.save wrote"),
         (("--context", "TEXT", "--entries", 3, "--question", "x"), "no --policy"),

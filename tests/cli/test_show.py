@@ -115,6 +115,14 @@ def test_one_cell_shows_exactly_what_it_kept(show, folder):
     assert 0 < kept < len(letters) * 0.4
 
 
+def test_shades_stand_where_the_tokens_are(kvkeep, folder, context):
+    words = ("--context", context, "--policy", "streaming-llm[sinks=4]", "--entries", 24)
+    ran = kvkeep("show", "--model", folder, *words)  # the sinks are in the template's header, 20 tokens in the text
+    shown = ran.out.split("\n\n", 1)[1].rsplit("\n\n", 1)[0]
+    kept = TEXT[-20:].split()
+    assert "".join(shown.split()).replace("·", "") == "".join(kept)
+
+
 def test_a_terminal_gets_shades_that_fit():
     file = StringIO()
     console = Console(file=file, width=80, force_terminal=True, color_system="truecolor", markup=False, emoji=False)

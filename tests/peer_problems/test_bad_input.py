@@ -150,8 +150,9 @@ REFUSED_FORWARDS: dict[str, tuple[Callable[[PreTrainedModel, KeepCache], Any], t
 
 @pytest.mark.parametrize("seen", [0, 40])
 @pytest.mark.parametrize("name", REFUSED_FORWARDS)
-def test_a_refused_forward_changes_nothing(llama: PreTrainedModel, name: str, seen: int) -> None:
-    """P43, P55: use_cache=False gives wrong tokens elsewhere, and assisted decoding leaves rejected tokens behind."""
+def test_p43_p55_a_refused_forward_changes_nothing(llama: PreTrainedModel, name: str, seen: int) -> None:
+    """Elsewhere: use_cache=False ends in an attribute error or in wrong tokens, and assisted decoding leaves rejected
+    tokens behind. Right: refused by name; the cache goes on as if nothing had been asked."""
     call, error, message = REFUSED_FORWARDS[name]
     pair = LockStep(llama, KeepCache(llama, "snapkv[window=6]+ada", compression_ratio=0.5))
     if seen:
@@ -162,6 +163,16 @@ def test_a_refused_forward_changes_nothing(llama: PreTrainedModel, name: str, se
     assert (pair.cache.ledger.to_dict(), pair.cache.notes, pair.cache.get_seq_length()) == before
     pair.feed(text(1, 30, seed=1))
     pair.feed(text(1, 1, seed=2))
+
+
+def test_p55_a_model_whose_config_has_no_cache_is_told_to_use_it() -> None:
+    """The same where use_cache=False stands in the config: refused, until the call says otherwise."""
+    model = tiny_model("llama", use_cache=False)
+    pair = LockStep(model, KeepCache(model, "knorm", compression_ratio=0.5))
+    with pytest.raises(UnsupportedError, match="received use_cache=False together with a KeepCache"):
+        feed(model, pair.cache, text(1, 20))
+    pair.feed(text(1, 20), use_cache=True)
+    pair.feed(text(1, 3), use_cache=True)
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 3, "do_sample": True}], ids=str)

@@ -74,6 +74,19 @@ def test_p13_p31_p67_the_fraction_is_measured_on_the_storages(
     )
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_p67_bytes_are_those_of_kv_heads(kv_heads: int) -> None:
+    """Elsewhere: keys are repeated to the query heads before they are cached, so that grouped attention saves nothing.
+    Right: with 4 query heads to 1 KV head a quarter of the bytes, before the cut and after it."""
+    model, _ = fake_model(heads=4, kv_heads=kv_heads)
+    cache = KeepCache(model, "snapkv[window=6]+ada", compression_ratio=0.5, prompt_tokens=60)
+    feed(model, cache, text(1, 59))
+    assert cache.ledger.payload_bytes == 59 * kv_heads * 2 * 2 * 16 * 4
+    feed(model, cache, text(1, 1))
+    assert cache.ledger.payload_bytes == 30 * kv_heads * 2 * 2 * 16 * 4 == cache.ledger.full_bytes // 2
+    assert storages(cache) == cache.ledger.held_bytes
+
+
 def test_p13_cutting_twice_is_reported_as_what_is_left(llama: PreTrainedModel) -> None:
     """Elsewhere: two cuts of .5 are reported as .5. Right: the fraction is that of what is held, whatever was asked."""
     cache = KeepCache(llama, "knorm", compression_ratio=0.5)
@@ -158,7 +171,7 @@ def test_p10_what_the_caller_protects_stays_for_every_policy(llama: PreTrainedMo
     assert [held(cache, layer) for layer in range(3)] == [[list(range(11, 18))] * 2] * 3
 
 
-@pytest.mark.parametrize("policy", ["knorm", "snapkv[window=6]+threshold", "chunkkv"])
+@pytest.mark.parametrize("policy", ["knorm", "snapkv[window=6]+threshold", "chunkkv[window=6,length=4]"])
 def test_p49_rows_choose_for_themselves(llama: PreTrainedModel, policy: str) -> None:
     """Elsewhere: row 0's chunks are used for all rows. Right: each row of a batch as if it were alone."""
     rows = text(3, 60)

@@ -124,6 +124,8 @@ def test_p43_cropping_what_came_after_the_cut_is_exact(llama: PreTrainedModel, p
     assert held(cache) == held(fresh)
     more = text(1, 4, seed=2)
     torch.testing.assert_close(feed(llama, cache, more), feed(llama, fresh, more), rtol=0, atol=1e-10)
+    assert held(cache) == held(fresh)
+    assert cache.ledger.to_dict()["logical_length"] == 53 - removed
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])

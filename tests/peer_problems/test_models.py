@@ -246,6 +246,13 @@ def test_p56_p62_unsupported_models_are_refused_by_name(name: str) -> None:
     assert not model.get_decoder()._forward_pre_hooks
 
 
+def test_p56_a_layer_of_another_kind_is_refused_by_name() -> None:
+    """Elsewhere: hybrid models die on their linear-attention layers. Right: the layer, its place and the model."""
+    model = tiny_model("qwen2", layer_types=["full_attention", "linear_attention", "full_attention"])
+    with pytest.raises(UnsupportedError, match="received LinearAttentionLayer as layer 1 of Qwen2ForCausalLM"):
+        KeepCache(model, "knorm", compression_ratio=0.5)
+
+
 @pytest.mark.parametrize("thing", [nn.Linear(2, 2), "llama", None], ids=str)
 def test_p56_things_that_are_no_models_are_refused(thing: object) -> None:
     """Elsewhere: attribute errors. Right: the type that came, and what would have been right."""

@@ -8,8 +8,9 @@ from transformers import PreTrainedModel
 
 from kvkeep import KeepCache, UnsupportedError
 
+from ..hf.dense_reference import positions_of
 from ..hf.tiny import tiny_model
-from .common import EVICTING, LockStep, feed, generate, held, left_padded, text
+from .common import EVICTING, SHAPES, LockStep, feed, generate, held, left_padded, text
 
 
 @pytest.mark.parametrize("policy", EVICTING)
@@ -37,7 +38,7 @@ def test_p29_positions_that_count_kept_rows_are_refused(llama: PreTrainedModel) 
     pair.feed(text(1, 1))
 
 
-@pytest.mark.parametrize("policy", EVICTING)
+@pytest.mark.parametrize("policy", SHAPES)
 def test_p44_kept_entries_stay_in_order_over_several_cuts(llama: PreTrainedModel, policy: str) -> None:
     """Elsewhere: kept entries lie in order of score, and the next policy takes slots for positions. Right: in order."""
     cache = KeepCache(llama, policy, entries=24)
@@ -74,6 +75,23 @@ def test_p40_left_padded_rows_equal_single_runs(llama: PreTrainedModel, policy: 
         for row, single in enumerate(singles):
             alone = feed(llama, single, more[row : row + 1])
             torch.testing.assert_close(ours[row], alone[0], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("policy", SHAPES)
+def test_p40_right_padded_rows_equal_single_runs(llama: PreTrainedModel, policy: str) -> None:
+    """The same with padding on the right, where what follows stands behind a gap in the mask."""
+    rows = [text(1, length, seed=length) for length in (41, 12, 29)]
+    padded = torch.cat([torch.nn.functional.pad(row, (0, 41 - row.shape[1])) for row in rows])
+    mask, more = (padded > 0).long(), text(3, 3, seed=1)
+    batch = KeepCache(llama, policy, compression_ratio=0.6)
+    feed(llama, batch, padded, attention_mask=mask, position_ids=positions_of(mask, padded))
+    mask = torch.cat([mask, torch.ones_like(more)], 1)
+    ours = feed(llama, batch, more, attention_mask=mask, position_ids=positions_of(mask, more))
+    for row, ids in enumerate(rows):
+        single = KeepCache(llama, policy, compression_ratio=0.6)
+        feed(llama, single, ids)
+        torch.testing.assert_close(ours[row], feed(llama, single, more[row : row + 1])[0], rtol=0, atol=1e-10)
+        assert [held(batch, layer, row) for layer in range(3)] == [held(single, layer) for layer in range(3)]
 
 
 @pytest.mark.parametrize("policy", ["snapkv[window=6]+ada", "snapkv[window=6]+threshold", "frc"])

@@ -11,14 +11,17 @@ from kvkeep.store import RaggedLayer
 
 from ..hf.dense_reference import dense_logits, kept_logits
 from ..hf.tiny import tiny_model
-from .common import EVICTING, held, text
+from .common import EVICTING, SHAPES, held, text
 
 HALF = [torch.float16, torch.bfloat16]
 PIECES = [text(2, 47), text(2, 5, seed=1), *(text(2, 1, seed=seed) for seed in (2, 3, 4))]
 
 
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("policy", EVICTING)
+@pytest.mark.parametrize(
+    ("policy", "dtype"),
+    [*((policy, torch.float16) for policy in EVICTING), *((policy, torch.bfloat16) for policy in SHAPES)],
+    ids=str,
+)
 def test_p01_head_wise_eviction_is_finite_in_half_precision(policy: str, dtype: torch.dtype) -> None:
     """Elsewhere: a fake key outside of fp16's range stands for an evicted entry: NaN, "!!!!". Right: dense attention
     over the kept entries, at most twice as far from float64 as dense attention in the same dtype."""

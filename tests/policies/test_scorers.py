@@ -218,7 +218,8 @@ def test_random():
     assert 0 <= scores.min() <= scores.max() < 1
     assert scores.mean() == pytest.approx(0.5, abs=0.06)
     assert not torch.equal(scores, scored(Random(seed=1), long))
-    assert not torch.equal(scores, scored(Random(), replace(long, layer=1)))
+    everywhere = [scored(Random(), replace(long, layer=layer))[0, head] for layer in range(4) for head in range(4)]
+    assert len(torch.stack(everywhere).unique(dim=0)) == 16  # no head draws what another draws in another layer
     assert torch.equal(scores, scored(Random(), replace(long, keys=long.keys.half())))
     ragged = random_observation(length=90, kv_heads=4, ragged=True)
     found, places = scored(Random(), ragged), ragged.positions

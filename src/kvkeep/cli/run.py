@@ -37,7 +37,7 @@ def run(
     max_new_tokens: Count = 64,
     dtype: Dtype = "float32",
     device: Device = "cpu",
-    seed: int = 0,
+    seed: int | None = None,
     compare_full: Flag = False,
     save_cache: Path | None = None,
     load_cache: Path | None = None,
@@ -53,7 +53,7 @@ def run(
         protocol: Was the question hidden (query-agnostic, the default: one cut for all questions) or visible
             (query-aware: the text is processed again for each question) when the cut was made.
         max_new_tokens: At most so many for each answer.
-        seed: Of torch, and of policies that draw (random).
+        seed: Of torch, and of policies that draw (random); 0 by default.
         compare_full: Also run the full cache, for its answers and bytes.
         save_cache: Write the cut cache to a file.
         load_cache: Ask a cache that --save-cache wrote; instead of context, policy and budget.
@@ -66,6 +66,7 @@ def run(
             "--protocol": protocol,
             "--save-cache": save_cache,
             "--compare-full": compare_full or None,
+            "--seed": seed,
             **{f"--{name.replace('_', '-')}": value for name, value in budget.given().items()},
         },
         load_cache=load_cache,
@@ -79,6 +80,7 @@ def run(
     from kvkeep.cli.loading import load
     from kvkeep.hf.session import Session
 
+    seed = seed or 0
     chosen = None if policy is None else seeded_policy(policy, seed)
     loaded, tokenizer = load(model, dtype=dtype, device=device)
     torch.manual_seed(seed)

@@ -18,7 +18,15 @@ from kvkeep.budget import Budget
 from kvkeep.errors import BudgetError, CacheStateError, UnsupportedError
 from kvkeep.hf import saving
 from kvkeep.hf.attach import attach
-from kvkeep.hf.layers import Forward, KeepLayer, KeepSlidingLayer, Progress, Span, refused_assisted_decoding
+from kvkeep.hf.layers import (
+    Forward,
+    KeepLayer,
+    KeepSlidingLayer,
+    Progress,
+    Span,
+    positions_in,
+    refused_assisted_decoding,
+)
 from kvkeep.hf.policy_table import PolicyLike, policy_table
 from kvkeep.hf.support import check_rotary, plan_model, rope_switch, unwrap
 from kvkeep.policies import Full
@@ -590,7 +598,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
                     received=f"{entries} ({self.budget})",
                     remedy="choose a policy that evicts, or compression_ratio=0",
                 )
-            pinned = len({p for span in self.protect for p in range(*slice(*span).indices(length))})
+            pinned = len(positions_in(self.protect, length))
             if entries < max(1, pinned):
                 raise BudgetError(
                     expected=f"a budget of at least {max(1, pinned)} entries per cell"

@@ -265,8 +265,9 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
             start = max(0, queries.shape[2] - needs.queries)
             queries, query_positions = queries[:, :, start:], query_positions[:, start:]
         length = forward.lengths[first]
-        protected = None
+        protected, protected_positions = None, 0
         if self.protect:
+            protected_positions = len(positions_in(self.protect, length))
             protected = torch.zeros_like(held.valid)
             for span in self.protect:
                 start, end, _ = slice(*span).indices(length)
@@ -286,6 +287,7 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
             layers=self.layers,
             question=forward.question,
             protected=protected,
+            protected_positions=protected_positions,
             rotary=rotary_of(forward.decoder, module) if needs.rotary else None,
             output_weight=output_weight_of(module, query.shape[1]) if needs.output_weight else None,
         )
@@ -338,6 +340,11 @@ class KeepSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
         """Bytes of the window, and of the window at the last cut where that is another."""
         held = {t.data_ptr(): t for t in (self.keys, self.values, *self.marked) if t is not None}
         return sum(t.untyped_storage().nbytes() for t in held.values())
+
+
+def positions_in(spans: Sequence[Span], length: int) -> set[int]:
+    """The positions that some spans cover in a text of `length` tokens."""
+    return {position for span in spans for position in range(*slice(*span).indices(length))}
 
 
 def _running(progress: Progress) -> Forward:

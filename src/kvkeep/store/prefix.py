@@ -49,9 +49,12 @@ class Prefix:
             keys, values, positions, offsets = (tensors[name] for name in ("keys", "values", "positions", "offsets"))
         except KeyError:
             return None
+        if (keys.ndim, values.ndim, positions.ndim, offsets.ndim) != (2, 2, 1, 1) or offsets.is_floating_point():
+            return None
         bounds = tuple(offsets.tolist())
-        agree = len(bounds) == batch * kv_heads + 1 and len(keys) == len(values) == len(positions) == bounds[-1]
-        return cls(keys, values, positions, offsets, bounds, kv_heads) if agree and min(_sizes(bounds)) >= 0 else None
+        whole = len(bounds) == batch * kv_heads + 1 and bounds[0] == 0 and min(_sizes(bounds), default=-1) >= 0
+        agree = len(keys) == len(values) == len(positions) == bounds[-1]
+        return cls(keys, values, positions, offsets, bounds, kv_heads) if whole and agree else None
 
     @cached_property
     def nbytes(self) -> int:

@@ -64,6 +64,8 @@ class Tail:
         except KeyError:
             return None
         valid = tensors.get("tail_valid")
+        if keys.ndim != 4 or values.ndim != 4:
+            return None
         columns = (batch, keys.shape[2])
         shapes = {keys.shape[:3], values.shape[:3], (batch, kv_heads, keys.shape[2])}
         if len(shapes) > 1 or positions.shape != columns or (valid is not None and valid.shape != columns):
