@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -33,3 +33,13 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoning(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoning(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoning(torch.Tensor.new_empty))
+
+
+@pytest.fixture(autouse=True)
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tiny models spend more time on waking threads than on numbers; real ones get the threads of the machine."""
+    former = torch.get_num_threads()
+    if request.node.get_closest_marker("real") is None:
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(former)

@@ -14,7 +14,7 @@ import torch
 from kvkeep.errors import PolicyError, UnsupportedError
 from kvkeep.hf.cache import KeepCache
 from kvkeep.observation import Needs
-from kvkeep.policies import Policy, Scorer, TopK, Uniform, policies
+from kvkeep.policies import Policy, Scorer, TopK, Uniform, available_policies
 from kvkeep.policies.allocators import Allocator, top_mask
 from kvkeep.policies.protocols import Selector
 from kvkeep.testing import check_policy, fake_model, gathered, ordinary_rotary, random_observation
@@ -35,7 +35,7 @@ COMPOSED = [
 ]
 
 
-@pytest.mark.parametrize("name", [*policies(), *COMPOSED])
+@pytest.mark.parametrize("name", [*available_policies(), *COMPOSED])
 def test_our_policies_keep_the_contract(name):
     assert check_policy(name) == []
 

@@ -6,13 +6,10 @@ a test of a policy need not wait for.
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
     from typing import Any
 
     from kvkeep.budget import Budget
@@ -29,7 +26,7 @@ if TYPE_CHECKING:
     from kvkeep.hf.models import load_model
     from kvkeep.hf.session import Answer, Session
     from kvkeep.observation import Needs, Observation
-    from kvkeep.policies import Policy, parse_policy, policies, register
+    from kvkeep.policies import Policy, available_policies, parse_policy, register
 
 __all__ = [
     "Answer",
@@ -46,10 +43,10 @@ __all__ = [
     "Session",
     "UnsupportedError",
     "attached",
+    "available_policies",
     "detach",
     "load_model",
     "parse_policy",
-    "policies",
     "register",
 ]
 
@@ -63,7 +60,7 @@ _HOMES = {
     "hf.models": ("load_model",),
     "hf.session": ("Answer", "Session"),
     "observation": ("Needs", "Observation"),
-    "policies": ("Policy", "parse_policy", "register"),
+    "policies": ("Policy", "available_policies", "parse_policy", "register"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -78,19 +75,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*__all__, *(name for name in globals() if name.startswith("_"))])
-
-
-class _Package(ModuleType):
-    """This package. `kvkeep.policies` is the function that lists them; the room of that name is for `import`."""
-
-    @property
-    def policies(self) -> Callable[[], Mapping[str, Any]]:
-        function: Callable[[], Mapping[str, Any]] = import_module("kvkeep.policies.registry").policies
-        return function
-
-    @policies.setter
-    def policies(self, room: ModuleType) -> None:
-        """Importing the room would put it in the function's place."""
-
-
-sys.modules[__name__].__class__ = _Package

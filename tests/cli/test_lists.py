@@ -12,8 +12,8 @@ import pytest
 from kvkeep import cli
 from kvkeep.cli import loading
 from kvkeep.hf import embedded
+from kvkeep.policies import available_policies as registered
 from kvkeep.policies import part_types
-from kvkeep.policies import policies as registered
 
 from .conftest import check_text
 

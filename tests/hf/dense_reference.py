@@ -110,7 +110,9 @@ def kept_logits(
     with torch.no_grad():
         for index, piece in enumerate(pieces):
             mask = None if masks is None else masks[index]
-            output = model(piece, attention_mask=mask, position_ids=positions_of(mask, piece), **{CACHE_ARGUMENT: cache})
+            output = model(
+                piece, attention_mask=mask, position_ids=positions_of(mask, piece), **{CACHE_ARGUMENT: cache}
+            )
             logits.append(output.logits)
     return logits
 

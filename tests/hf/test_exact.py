@@ -10,9 +10,14 @@ from kvkeep import KeepCache
 from kvkeep.hf.support import CACHE_ARGUMENT
 
 from .dense_reference import dense_logits, kept_logits
-from .tiny import CONFIGS, tiny_model
+from .tiny import ARCHITECTURES, tiny_model
 
-POLICIES = ["snapkv[window=8]", "snapkv[window=8]+ada", "chunkkv[window=8,length=4]", "snapkv[window=4]+threshold[floor=4]"]
+POLICIES = [
+    "snapkv[window=8]",
+    "snapkv[window=8]+ada",
+    "chunkkv[window=8,length=4]",
+    "snapkv[window=4]+threshold[floor=4]",
+]
 
 
 def pieces(batch: int, *lengths: int, seed: int = 0) -> list[Tensor]:
@@ -21,7 +26,7 @@ def pieces(batch: int, *lengths: int, seed: int = 0) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_question_and_steps_equal_dense_attention(architecture: str, policy: str) -> None:
     model = tiny_model(architecture)
     text = pieces(2, 61, 7, 1, 1, 1)
@@ -34,7 +39,7 @@ def test_question_and_steps_equal_dense_attention(architecture: str, policy: str
     assert (dense[1] - untouched[1]).abs().max() > 1e-4, "nothing was evicted that mattered; the test shows nothing"
 
 
-@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_left_padded_rows_equal_single_rows(architecture: str) -> None:
     model = tiny_model(architecture)
     lengths = (41, 17, 29)
@@ -61,7 +66,7 @@ def test_left_padded_rows_equal_single_rows(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_ratio_zero_generates_the_same_tokens(architecture: str, implementation: str) -> None:
     model = tiny_model(architecture, torch.float32)
     model.set_attn_implementation(implementation)
@@ -73,7 +78,7 @@ def test_ratio_zero_generates_the_same_tokens(architecture: str, implementation:
     assert cache.ledger.entries == cache.ledger.entries_full
 
 
-@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_chunked_prefill_equals_one_forward(architecture: str) -> None:
     model = tiny_model(architecture)
     prompt = pieces(2, 47)[0]

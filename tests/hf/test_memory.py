@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvkeep import KeepCache, policies
+from kvkeep import KeepCache, available_policies
 from kvkeep.hf.support import CACHE_ARGUMENT
 
 from .tiny import tiny_model
 
-EVICTING = [name for name in policies() if name != "full"]
+EVICTING = [name for name in available_policies() if name != "full"]
 
 # Runs in a fresh process: weighs every tensor storage that the garbage collector can reach.
 WEIGH = """
@@ -41,7 +41,7 @@ WEIGH = """
                          num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=4096)
     model = LlamaForCausalLM(config).eval()
     weights = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
-    ids = torch.randint(3, 64, (1, 2048))
+    ids = torch.randint(3, 64, (1, 1024))
     before = storages(weights)
     report = {}
     for policy in json.loads(sys.argv[1]):
@@ -124,7 +124,7 @@ def test_a_byte_budget_bounds_what_is_held(policy: str, architecture: str) -> No
             assert held > limit - evictable * (2 * 16 * 4 + 4), "one more entry per cell would have fitted"
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "snapkv+ada", "frc", "h2o", "expected-attention"])
+@pytest.mark.parametrize("policy", ["snapkv+ada", "h2o", "expected-attention"])
 @pytest.mark.parametrize("architecture", ["llama", "phi3"])
 def test_dense_keys_and_values_are_gone_before_the_next_layer(architecture: str, policy: str) -> None:
     model = tiny_model(architecture, torch.float32)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvkeep import KeepCache, Needs, Observation, policies
+from kvkeep import KeepCache, Needs, Observation, available_policies
 from kvkeep.hf.support import CACHE_ARGUMENT
 from kvkeep.policies import Policy, Scorer, TopK, Uniform
 
@@ -19,7 +19,7 @@ from ..hf.dense_reference import _evicted, dense_with_evictions, positions_of
 
 # Policies whose allocators and selectors differ: the same for all heads, per head, per layer, over the model, chunks.
 SHAPES = ["snapkv[window=6]", "snapkv[window=6]+ada", "pyramidkv[window=6]", "snapkv[window=6]+threshold", "frc"]
-EVICTING = [name for name in policies() if name != "full"]
+EVICTING = [name for name in available_policies() if name != "full"]
 
 
 def text(rows: int, length: int, seed: int = 0) -> Tensor:

@@ -1,21 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from ..hf.tiny import tiny_model
-
-
-@pytest.fixture(scope="package", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny models spend more time on waking threads than on numbers: ten times more on a busy machine."""
-    former = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(former)
 
 
 @pytest.fixture(scope="session")

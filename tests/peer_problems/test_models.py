@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from kvkeep import KeepCache, UnsupportedError
 
-from ..hf.tiny import CONFIGS, tiny_model
+from ..hf.tiny import ARCHITECTURES, tiny_model
 from .common import SHAPES, LockStep, feed, generate, left_padded, spy, text
 
 SIZES = {
@@ -353,14 +353,12 @@ def test_p53_sliding_layers_keep_their_own_window(name: str, policy: str) -> Non
 @pytest.mark.parametrize("name", ["mistral", "phi3"])
 def test_p53_a_model_of_sliding_layers_only_has_nothing_to_evict(name: str) -> None:
     """Elsewhere: Mistral's and Phi-3's windows are ignored. Right: said so, with the window."""
-    config = CONFIGS[name]()
-    config.sliding_window = 16
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = tiny_model(name, sliding_window=16)
     with pytest.raises(UnsupportedError, match="whose layers all keep a window of 16; there is nothing to evict"):
         KeepCache(model, "knorm", compression_ratio=0.5)
 
 
-@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_p68_eager_equals_sdpa(architecture: str) -> None:
     """Elsewhere: eager's mask has the wrong length after compression. Right: both give the same, in padded rows too."""
     model = tiny_model(architecture, torch.float32)  # transformers' own eager attention fails at padding in float64

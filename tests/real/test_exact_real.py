@@ -48,7 +48,9 @@ def test_ratio_zero_generates_transformers_tokens(model_and_ids: tuple[PreTraine
             assert best[0] - best[1] < 1e-4, f"step {step}: {a} became {b} although the two were apart"
             differences += 1
             break  # what follows continues another text
-    print(f"{type(model).__name__}: {differences} near ties resolved otherwise in {ours.sequences.shape[1] - 700} steps")
+    print(
+        f"{type(model).__name__}: {differences} near ties resolved otherwise in {ours.sequences.shape[1] - 700} steps"
+    )
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "snapkv+ada", "frc", "knorm+threshold"])

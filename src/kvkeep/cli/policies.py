@@ -35,7 +35,7 @@ def policies(*, json: Json = False) -> None:
 
 def _describe() -> dict[str, list[dict[str, Any]]]:
     from kvkeep.policies import Allocator, part_types
-    from kvkeep.policies import policies as registered
+    from kvkeep.policies import available_policies as registered
 
     parts: dict[str, list[dict[str, Any]]] = {"allocators": [], "selectors": []}
     for name, kind in part_types().items():

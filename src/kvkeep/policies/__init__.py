@@ -21,9 +21,9 @@ from kvkeep.policies.protocols import (
 from kvkeep.policies.random import Random
 from kvkeep.policies.registry import (
     Entry,
+    available_policies,
     parse_policy,
     part_types,
-    policies,
     policy_string,
     register,
     register_part,
@@ -58,9 +58,9 @@ __all__ = [
     "Threshold",
     "TopK",
     "Uniform",
+    "available_policies",
     "parse_policy",
     "part_types",
-    "policies",
     "policy_string",
     "register",
     "register_part",

@@ -15,6 +15,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -83,13 +84,18 @@ def register_part(part: type[Allocator] | type[Selector]) -> None:
     _parts[part.name] = part
 
 
-def policies() -> Mapping[str, Entry]:
+def available_policies() -> Mapping[str, Entry]:
     """All registered policies, those of installed entry points included."""
-    for point in entry_points(group=ENTRY_POINTS):
-        if point.name not in _policies:
-            policy = point.load()()
-            register(point.name, policy, summary=(type(policy).__doc__ or "").split("\n")[0], paper=point.value)
+    _load_entry_points()
     return _policies
+
+
+@cache
+def _load_entry_points() -> None:
+    """Once in a process: looking through everything that is installed takes milliseconds."""
+    for point in entry_points(group=ENTRY_POINTS):
+        policy = point.load()()
+        register(point.name, policy, summary=(type(policy).__doc__ or "").split("\n")[0], paper=point.value)
 
 
 def part_types() -> Mapping[str, type[Allocator] | type[Selector]]:
@@ -113,10 +119,11 @@ def parse_policy(text: str | PromptPolicy) -> PromptPolicy:
         return text
     first, *rest = _split(text, "+")
     name, options = _read_piece(first)
-    known = policies()
+    known = available_policies()
     if name not in known:
         raise PolicyError(expected="a known policy", received=f"{name!r}", remedy=near_names(name, known))
     policy = _with_options(known[name].policy, options, name)
+    given: dict[str, str] = {}
     for piece in rest:
         part_name, part_options = _read_piece(piece)
         if part_name not in _parts:
@@ -130,13 +137,21 @@ def parse_policy(text: str | PromptPolicy) -> PromptPolicy:
                 expected=f"{name!r} alone", received=f"{text!r}", remedy=f"{name} is not made of exchangeable parts"
             )
         part = _parts[part_name]
+        kind = "allocator" if issubclass(part, Allocator) else "selector"
+        if kind in given:
+            raise PolicyError(
+                expected=f"at most one {kind}",
+                received=f"{given[kind]!r} and {part_name!r} in {text!r}",
+                remedy="leave one of them out",
+            )
+        given[kind] = part_name
         policy = with_part(policy, _replace(part(), part_options, part_name))
     return policy
 
 
 def policy_string(policy: PromptPolicy) -> str:
     """A text that `parse_policy` reads back as the same policy, with every option that is not a default."""
-    known = policies()
+    known = available_policies()
     for entry in known.values():
         if entry.policy == policy:
             return entry.name

@@ -36,6 +36,7 @@ def fake_model(
     heads: int = 4,
     kv_heads: int = 2,
     head_size: int = 16,
+    **config: Any,
 ) -> tuple[Any, Any]:
     """A tiny model with random weights, ready to generate, and a byte-level tokenizer; made in memory in milliseconds.
 
@@ -55,6 +56,7 @@ def fake_model(
         heads: query heads.
         kv_heads: KV heads, a divisor of `heads`.
         head_size: of a head; the hidden size is `heads * head_size`.
+        config: anything else of the architecture's configuration (`rope_parameters`, `sliding_window`, ...).
 
     Returns:
         A `transformers.PreTrainedModel` and a `transformers.PreTrainedTokenizerFast`: one token a byte, and `<pad>`,
@@ -76,24 +78,24 @@ def fake_model(
     if architecture == "gemma3":
         kinds = ["sliding_attention", "full_attention"]
         extra = {**extra, "layer_types": [kinds[i % 2] for i in range(layers)], "query_pre_attn_scalar": head_size}
-    config = getattr(transformers, config_name)(
-        vocab_size=len(tokenizer),
-        hidden_size=heads * head_size,
-        intermediate_size=2 * heads * head_size,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_size,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        attn_implementation="sdpa",
-        **extra,
-    )
+    settings = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": heads * head_size,
+        "intermediate_size": 2 * heads * head_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_size,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "attn_implementation": "sdpa",
+    }
+    made = getattr(transformers, config_name)(**(settings | extra | config))
     with torch.random.fork_rng(devices=[]):
-        model = getattr(transformers, model_name)(config)
+        model = getattr(transformers, model_name)(made)
     _fill(model, seed, offset=0.0 if architecture == "gemma3" else 1.0)
     return model.to(dtype).eval().requires_grad_(False), tokenizer
 
