@@ -234,6 +234,12 @@ class Session:
             raise CacheStateError(expected="an ingested text", received="none", remedy="call ingest(text) first")
         self._restore(self._ingested)
 
+    def reset(self) -> None:
+        """Begin anew, with the same policy and budget; also the way out after an error in the middle of a forward."""
+        self.cache.reset()
+        self.cache.cut_on_request()
+        self._state, self._ingested, self.prefill_seconds = _State(), None, 0.0
+
     def save(self, path: str | Path) -> None:
         """Write the conversation to a file that `Session.load` reads in another process; see `KeepCache.save`."""
         saving.save(self.cache, Path(path), session={"texts": asdict(self.texts), "state": asdict(self._state)})

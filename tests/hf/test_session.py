@@ -1,0 +1,80 @@
+"""Conversations: turns continue the cache, the budget holds for all of them, and a reset begins anew."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvkeep import CacheStateError, Session
+from kvkeep.testing import fake_model
+
+TEXT = "Mira parked the red bicycle behind the bakery on Elm Street, next to the blue van. "
+
+
+def test_a_second_turn_equals_the_whole_conversation_in_one_forward() -> None:
+    model, tokenizer = fake_model(dtype=torch.float64)
+    fed: list[torch.Tensor] = []
+    hook = model.register_forward_pre_hook(lambda _, args, kwargs: fed.append(kwargs["input_ids"]), with_kwargs=True)
+    session = Session(model, tokenizer, "full")
+    session.ingest(TEXT)
+    session.ask("Where is it?", max_new_tokens=9)
+    fed_before_second = len(fed)
+    second = session.ask("And the van?", max_new_tokens=9)
+    hook.remove()
+    ids = torch.cat(fed[: fed_before_second + 1], dim=1)  # everything up to the second answer
+    expected = model.generate(ids, max_new_tokens=9, do_sample=False, attention_mask=torch.ones_like(ids))
+    assert tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True) == second.text
+
+
+@pytest.mark.parametrize("policy", ["snapkv[window=8]", "snapkv[window=8]+ada", "frc", "h2o", "knorm+threshold"])
+def test_each_text_brings_the_conversation_back_to_its_budget(policy: str) -> None:
+    model, tokenizer = fake_model(layers=3)
+    session = Session(model, tokenizer, policy, entries=48)
+    for turn in range(4):
+        session.ingest(TEXT * (turn + 1))
+        assert session.cache.ledger.entries <= 48 * 3 * 2
+        assert session.cache.ledger.uncut_entries == 0
+        before = session.cache.get_seq_length()
+        session.ask("Where is it?", max_new_tokens=5)
+        assert session.cache.ledger.uncut_entries >= (session.cache.get_seq_length() - before) * 3 * 2
+
+
+def test_questions_that_are_forgotten_find_the_same_cache() -> None:
+    model, tokenizer = fake_model()
+    session = Session(model, tokenizer, "snapkv[window=8]", compression_ratio=0.6)
+    session.ingest(TEXT * 3)
+    held = session.cache.ledger.entries_per_cell
+    answers = [session.ask("Where is it?", max_new_tokens=8, keep=False).text for _ in range(2)]
+    session.ask("Something else entirely, and longer than before?", max_new_tokens=8)
+    session.rewind()
+    assert session.cache.ledger.entries_per_cell == held
+    assert session.ask("Where is it?", max_new_tokens=8).text == answers[0] == answers[1]
+
+
+def test_a_reset_is_a_new_conversation() -> None:
+    model, tokenizer = fake_model()
+    session = Session(model, tokenizer, "snapkv[window=8]", compression_ratio=0.6)
+    session.ingest(TEXT * 3)
+    first = session.ask("Where is it?", max_new_tokens=8)
+    session.reset()
+    assert session.cache.ledger.entries == 0
+    with pytest.raises(CacheStateError, match="ingest"):
+        session.rewind()
+    assert session.ask("Who?", max_new_tokens=4).new_tokens  # a question without a text is not cut
+    session.reset()
+    session.ingest(TEXT * 3)
+    assert session.ask("Where is it?", max_new_tokens=8).text == first.text
+
+
+def test_a_visible_question_is_part_of_the_text() -> None:
+    model, tokenizer = fake_model()
+    hidden, visible = (Session(model, tokenizer, "finch[window=4]", compression_ratio=0.7) for _ in range(2))
+    hidden.ingest(TEXT * 4)
+    visible.ingest(TEXT * 4, question="Where is the van?")
+    assert visible.answer(max_new_tokens=4).new_tokens
+    with pytest.raises(CacheStateError, match="question"):
+        visible.answer()
+    start = visible.cache.question[0]
+    kept = visible.cache.kept_positions(0)
+    question = len(tokenizer("\n\nWhere is the van?")["input_ids"])
+    assert set(range(start, start + question)) <= set(kept.tolist()), "Finch keeps the question that it judges by"
