@@ -41,6 +41,21 @@ print(hasher.hexdigest())
 END
 }
 
+# Whether the environment shows the sources as they are.
+is_editable() {
+    "$venv/bin/python" - 2>/dev/null <<'END'
+import importlib.metadata, json, sys
+
+origin = json.loads(importlib.metadata.distribution("kvkeep").read_text("direct_url.json"))
+sys.exit(not origin["dir_info"].get("editable"))
+END
+}
+
+# For work on kvkeep: editable, with the tools of the group `dev`. $1 is the file of constraints.
+install_for_development() {
+    install_once "editable $(hash_of pyproject.toml "$1")" -c "$1" --group dev -e .
+}
+
 # install_once STAMP ARGUMENTS...: pip install, unless the same installation was made before.
 install_once() {
     local stamp=$1

@@ -270,6 +270,15 @@ def test_a_sound_foreign_policy_passes():
     assert check_policy(with_scorer(Broken)) == []
 
 
+def test_parts_without_a_name_pass():
+    @dataclass(frozen=True)
+    class MyScorer(Scorer):
+        def score(self, observation):
+            return observation.key_norms()
+
+    assert check_policy(with_scorer(MyScorer)) == []
+
+
 def test_what_is_no_policy_is_refused():
     with pytest.raises(PolicyError, match="snapkv"):
         check_policy("snapk")

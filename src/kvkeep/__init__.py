@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvkeep.hf.models import load_model
     from kvkeep.hf.session import Answer, Session
     from kvkeep.observation import Needs, Observation
-    from kvkeep.policies import Policy, available_policies, parse_policy, register
+    from kvkeep.policies import Policy, Scorer, TopK, Uniform, available_policies, parse_policy, register
 
 __all__ = [
     "Answer",
@@ -40,7 +40,10 @@ __all__ = [
     "Observation",
     "Policy",
     "PolicyError",
+    "Scorer",
     "Session",
+    "TopK",
+    "Uniform",
     "UnsupportedError",
     "attached",
     "available_policies",
@@ -60,7 +63,7 @@ _HOMES = {
     "hf.models": ("load_model",),
     "hf.session": ("Answer", "Session"),
     "observation": ("Needs", "Observation"),
-    "policies": ("Policy", "available_policies", "parse_policy", "register"),
+    "policies": ("Policy", "Scorer", "TopK", "Uniform", "available_policies", "parse_policy", "register"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

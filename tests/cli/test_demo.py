@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 
 import pytest
 
+from kvkeep.cli import demo as command
 from kvkeep.data import load_demo
-from kvkeep.demo import POLICIES, QUESTIONS, RATIOS, run_demo, spread, steps
+from kvkeep.demo import MAX_NEW_TOKENS, POLICIES, QUESTIONS, RATIOS, run_demo, spread, steps
 from kvkeep.testing import fake_model
 
 from .conftest import check_text
@@ -42,6 +44,8 @@ def test_the_defaults_are_what_the_demo_promises():
     assert len(POLICIES) >= 6
     assert RATIOS == (0.5, 0.75)
     assert QUESTIONS >= 8
+    defaults = {name: parameter.default for name, parameter in inspect.signature(command.demo).parameters.items()}
+    assert (defaults["questions"], defaults["max_new_tokens"]) == (QUESTIONS, MAX_NEW_TOKENS)
 
 
 def test_questions_are_spread_over_the_document():

@@ -78,3 +78,62 @@ def test_a_visible_question_is_part_of_the_text() -> None:
     kept = visible.cache.kept_positions(0)
     question = len(tokenizer("\n\nWhere is the van?")["input_ids"])
     assert set(range(start, start + question)) <= set(kept.tolist()), "Finch keeps the question that it judges by"
+
+
+@pytest.mark.parametrize("how", ["cache.reset", "cache.crop"])
+def test_an_emptied_cache_is_a_start_whoever_emptied_it(how: str) -> None:
+    model, tokenizer = fake_model()
+    session, other = (Session(model, tokenizer, "snapkv[window=8]", compression_ratio=0.6) for _ in range(2))
+    whole = session.question_tokens("Where is it?")
+    if how == "cache.crop":
+        session.ask("Who?", max_new_tokens=4)
+        session.cache.crop(-session.cache.get_seq_length())
+    else:
+        session.ingest(TEXT, question="Where is it?")
+        session.cache.reset()
+    assert session.question is None
+    with pytest.raises(CacheStateError, match="no open question"):
+        session.answer()
+    with pytest.raises(CacheStateError, match="an ingested text"):
+        session.rewind()
+    assert session.question_tokens("Where is it?") == whole
+    assert session.ingest(TEXT) == other.ingest(TEXT)
+    assert session.ask("Where is it?", max_new_tokens=8).text == other.ask("Where is it?", max_new_tokens=8).text
+
+
+def test_the_remedy_of_a_broken_cache_works_for_a_session() -> None:
+    model, tokenizer = fake_model()
+    session, other = (Session(model, tokenizer, "snapkv[window=8]", compression_ratio=0.6) for _ in range(2))
+    session.ingest(TEXT)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        session.ask("Where is it?")
+    hook.remove()
+    with pytest.raises(CacheStateError, match=r"cache\.reset\(\)"):
+        session.ask("Where is it?")
+    session.cache.reset()
+    assert session.ingest(TEXT) == other.ingest(TEXT)
+    assert session.ask("Where is it?", max_new_tokens=8).text == other.ask("Where is it?", max_new_tokens=8).text
+
+
+@pytest.mark.parametrize("words", [None, 3, "", b"bytes", ["a"]], ids=repr)
+def test_words_that_are_none_are_refused_and_change_nothing(words: object) -> None:
+    model, tokenizer = fake_model()
+    session = Session(model, tokenizer, "snapkv[window=8]", compression_ratio=0.6)
+    session.ingest(TEXT)
+    held, expected = session.cache.ledger.to_dict(), session.ask("Where?", max_new_tokens=8, keep=False).text
+    received = "received an empty string" if words == "" else f"received {type(words).__name__}"
+    with pytest.raises(CacheStateError, match=f"expected a text, as a string; {received}"):
+        session.ingest(words)  # type: ignore[arg-type]
+    for call in (session.ask, session.question_tokens):
+        with pytest.raises(CacheStateError, match=f"expected a question, as a string; {received}"):
+            call(words)  # type: ignore[arg-type]
+    if words is not None:
+        with pytest.raises(CacheStateError, match=f"expected a question, as a string; {received}"):
+            session.ingest(TEXT, question=words)  # type: ignore[arg-type]
+    assert session.cache.ledger.entries == held["entries"]
+    assert session.ask("Where?", max_new_tokens=8).text == expected

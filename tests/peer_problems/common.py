@@ -41,8 +41,8 @@ def generate(model: PreTrainedModel, ids: Tensor, cache: Any = None, steps: int 
 
 def held(cache: KeepCache, layer: int = 0, row: int = 0) -> list[list[int]]:
     """Positions that each head of one row holds."""
-    heads = cache.keep_layers[layer].store.kv_heads
-    return [cache.kept_positions(layer, row, head).tolist() for head in range(heads)]
+    index, heads = cache.keep_layers[layer].index, cache.keep_layers[layer].store.kv_heads
+    return [cache.kept_positions(index, row, head).tolist() for head in range(heads)]
 
 
 def left_padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ from .common import LockStep, feed, generate, text
     ("policy", "message"),
     [
         ("snapk", "received 'snapk'; did you mean 'snapkv'"),
-        ("SnapKV", r"expected name\[option=value"),
+        ("SnapKVPress", "did you mean 'snapkv'"),
         ("snapkv[windw=8]", "received 'windw'; did you mean 'window'"),
         ("snapkv[window=x]", "expected a value of type int for snapkv"),
         ("snapkv[window=0]", "expected window >= 1"),

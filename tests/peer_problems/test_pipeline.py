@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel, set_seed
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from kvkeep import BudgetError, CacheStateError, KeepCache, Session, UnsupportedError
 from kvkeep.hf.support import CACHE_ARGUMENT
@@ -158,11 +159,20 @@ def test_p58_stop_strings_end_the_answer(session: Session) -> None:
         ({"generation_config": GenerationConfig(do_sample=True)}, UnsupportedError),
         ({"return_dict_in_generate": True}, UnsupportedError),
         ({"prompt_lookup_num_tokens": 3}, UnsupportedError),
-        ({"num_beams": 3}, ValueError),
-        ({"num_return_sequences": 2, "do_sample": True}, ValueError),
+        ({"assistant_model": nn.Identity()}, UnsupportedError),
+        ({"num_beams": 2}, UnsupportedError),
+        ({"num_return_sequences": 2, "do_sample": True}, UnsupportedError),
+        ({"attention_mask": torch.ones(1, 9)}, UnsupportedError),
+        ({"inputs": text(1, 9)}, UnsupportedError),
+        ({"input_ids": text(1, 9)}, UnsupportedError),
+        ({"inputs_embeds": torch.ones(1, 9, 64)}, UnsupportedError),
+        ({"past_key_values": DynamicCache()}, UnsupportedError),
+        ({"cache": DynamicCache()}, UnsupportedError),
+        ({"use_cache": False}, UnsupportedError),
+        ({"streamer": object()}, UnsupportedError),
         ({"max_new_tokens": 0}, ValueError),
     ],
-    ids=str,
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else value.__name__,
 )
 def test_p58_settings_that_cannot_be_honoured_are_refused(
     session: Session, options: dict[str, Any], error: type[Exception]
@@ -170,10 +180,20 @@ def test_p58_settings_that_cannot_be_honoured_are_refused(
     """The same where it cannot be done: an error, and a conversation that stands where it stood."""
     session.ingest(CONTEXT)
     expected = session.ask(QUESTION, max_new_tokens=8, keep=False).text
-    with pytest.raises(error):
+    fed = Fed(session)
+    with pytest.raises(error, match=rf"received {next(iter(options))} \(" if error is UnsupportedError else None):
         session.ask(QUESTION, **options)
-    assert session.cache.ledger.uncut_entries == 0
+    assert session.cache.ledger.uncut_entries == len(fed.tokens) == 0
     assert session.ask(QUESTION, max_new_tokens=8).text == expected
+
+
+def test_p58_settings_that_change_nothing_are_taken(session: Session) -> None:
+    """The same names with the value that a session has anyway."""
+    session.ingest(CONTEXT)
+    expected = session.ask(QUESTION, max_new_tokens=8, keep=False).text
+    harmless: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True, "streamer": None}
+    harmless |= {"attention_mask": None, "generation_config": None, "return_dict_in_generate": False}
+    assert session.ask(QUESTION, max_new_tokens=8, **harmless).text == expected
 
 
 def test_p58_an_interrupted_answer_leaves_the_conversation_where_it_stood(session: Session) -> None:
@@ -236,6 +256,89 @@ def test_p70_the_model_sees_the_chat_template_token_by_token(session: Session) -
         messages += [{"role": "assistant", "content": answer.text}]
         said = len(fed.tokens) - answer.new_tokens + 1  # the end token is fed with the next turn
         assert fed.tokens[:said] == expected
+
+
+def metaspace_tokenizer(scheme: str, template: str) -> PreTrainedTokenizerFast:
+    """Characters as tokens and one merge, with a space before the text ("first") or before each section ("always")."""
+    special = ["<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|end|>"]
+    letters = sorted({*CONTEXT, *QUESTION, *"And the dog? And then? assistant [INST] [/INST] By the door.\n▁"} - {" "})
+    vocabulary = {token: index for index, token in enumerate([*special, *letters, "▁T", "▁t"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("▁", "T"), ("▁", "t")], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="<|end|>" if "<|end|>" in template else "</s>",
+        additional_special_tokens=special[3:],
+        chat_template=template,
+    )
+
+
+PHI = (
+    "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+MISTRAL = (
+    "<s>{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
+    "{% else %} {{ m['content'] }}</s>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+@pytest.mark.parametrize("template", [PHI, MISTRAL], ids=["phi", "mistral"])
+def test_p70_no_space_creeps_in_where_the_pieces_of_a_template_meet(template: str, scheme: str) -> None:
+    """Elsewhere: pieces are tokenised one by one, and SentencePiece begins each with a space. Right: as the whole."""
+    tokenizer = metaspace_tokenizer(scheme, template)
+    session = Session(fake_model()[0], tokenizer)
+    fed = Fed(session)
+    session.ingest(CONTEXT[:52])
+    session.ingest(CONTEXT[52:])
+    said = tokenizer("x\nBy the door." if template is PHI else "x By the door.", add_special_tokens=False)["input_ids"]
+    said = said[said.index(tokenizer.convert_tokens_to_ids("B")) - (template is MISTRAL) :]
+    messages: list[dict[str, str]] = []
+    for content, question in ((f"{CONTEXT}\n\n{QUESTION}", QUESTION), ("The dog?",) * 2, ("And then?",) * 2):
+        say(session.model, [*said, tokenizer.eos_token_id])
+        answer = session.ask(question)
+        assert answer.text.strip() == "By the door."
+        messages += [{"role": "user", "content": content}]
+        expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        messages += [{"role": "assistant", "content": "By the door."}]
+        assert tokenizer.unk_token_id not in expected
+        given = fed.tokens[: len(fed.tokens) - answer.new_tokens + 1]
+        assert given == expected, tokenizer.convert_ids_to_tokens(given)
+
+
+@pytest.mark.parametrize(
+    ("template", "system", "match"),
+    [
+        ("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}", None, "changes, drops or repeats"),
+        ("{{ messages[-1]['content'] }}", None, "changes, drops or repeats"),
+        ("{{ raise_exception('no') }}", None, "TemplateError: no"),
+        ("{{ messages[0]['content'] + 1 }}", None, "TypeError"),
+        (
+            "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+            "{{ m['content'] }}{% endfor %}",
+            "Be brief.",
+            "system role.*TemplateError: no system",
+        ),
+        (
+            "{% for m in messages if m['role'] != 'system' %}{{ m['content'] }}\n{% endfor %}",
+            "Be brief.",
+            "system role.*leaves the system message out",
+        ),
+    ],
+)
+def test_p70_a_template_that_cannot_be_split_is_refused(template: str, system: str | None, match: str) -> None:
+    """Elsewhere: the whole text lands before the content that was not found, or after. Right: our error."""
+    model, tokenizer = fake_model()
+    tokenizer.chat_template = template
+    with pytest.raises(UnsupportedError, match=rf"{match}(.|\n)*chat_template = None") as caught:
+        Session(model, tokenizer, system=system)
+    assert type(tokenizer).__name__ in caught.value.received
+    if system:
+        assert Session(model, tokenizer).header_tokens == 0
 
 
 # -- how the call is made ----------------------------------------------------------------------------------------------

@@ -10,12 +10,14 @@ import torch
 
 from kvkeep.errors import BudgetError, PolicyError
 from kvkeep.policies import (
+    Allocator,
     Chunks,
     Full,
     KNorm,
     Policy,
     PromptPolicy,
     Scorer,
+    Selector,
     SnapKV,
     StreamingLLM,
     Threshold,
@@ -132,3 +134,46 @@ def test_full_keeps_everything():
     assert Full() == Full()
     assert isinstance(Full(), PromptPolicy)
     assert isinstance(Policy(KNorm(), Uniform(), TopK()), PromptPolicy)
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_part_without_a_name_is_called_after_its_class():
+    class MyScorer(Scorer):
+        def score(self, observation):
+            return observation.zeros().half()
+
+    with pytest.raises(PolicyError, match=r"float32 scores of shape .* from my-scorer"):
+        Policy(MyScorer(), Uniform(), TopK()).judge(random_observation())
+
+    class Cautious(MyScorer):
+        def protects(self, observation):
+            return 4, 10
+
+        def score(self, observation):
+            return observation.zeros()
+
+    notes = Policy(Cautious(), Uniform(), TopK()).judge(random_observation(length=40, budget=12)).notes
+    assert notes[0].startswith("cautious: 4 sinks")
+
+
+@pytest.mark.parametrize("base", [Scorer, Allocator, Selector])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("MyScorer", "my-scorer"),
+        ("H2O", "h2o"),
+        ("TOVAPlus", "tova-plus"),
+        ("Top2Scorer", "top2-scorer"),
+        ("_Mine", "mine"),
+        ("My_Own", "my_own"),
+    ],
+)
+def test_names_of_classes(base, kind, name):
+    assert type(kind, (base,), {}).name == name
+    assert type(kind, (base,), {"name": "given"}).name == "given"
+
+
+def test_declared_names_are_inherited():
+    assert type("My", (SnapKV,), {}).name == "snapkv"

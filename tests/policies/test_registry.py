@@ -12,7 +12,10 @@ from kvkeep.policies import (
     FRC,
     H2O,
     Ada,
+    Allocator,
     Chunks,
+    Entry,
+    ExpectedAttention,
     Full,
     KNorm,
     Policy,
@@ -45,6 +48,8 @@ from kvkeep.policies import (
         ("snapkv+ada", Policy(SnapKV(), Ada(), TopK())),
         ("snapkv + ada", Policy(SnapKV(), Ada(), TopK())),
         ("snapkv[window=64]+ada[safeguard=0]+chunks[length=8]", Policy(SnapKV(64), Ada(0.0), Chunks(length=8))),
+        ("SnapKV[pool=max] + Ada", Policy(SnapKV(pool="max"), Ada(), TopK())),
+        ("ExPected-Attention", Policy(ExpectedAttention(), Uniform(), TopK())),
         ("snapkv+chunks[fill=TRUE]+ada", Policy(SnapKV(), Ada(), Chunks(fill=True))),
         ("chunkkv[length=5,window=3,shared=no]", Policy(SnapKV(window=3), Uniform(), Chunks(5, shared=False))),
         ("adasnapkv[safeguard=0.5]", Policy(SnapKV(), Ada(0.5), TopK())),
@@ -81,6 +86,12 @@ def test_the_shortest_text_is_written():
     ("text", "message"),
     [
         ("snapk", "a known policy; received 'snapk'; did you mean 'snapkv'.*known: adasnapkv, "),
+        ("SnapKVPress", "received 'SnapKVPress'; did you mean 'snapkv'"),
+        ("ExpectedAttentionPress", "did you mean 'expected-attention'"),
+        ("StreamingLLMPress", "did you mean 'streaming-llm'"),
+        ("KnormPress", "did you mean 'knorm'"),
+        ("press", "a known policy; received 'press'"),
+        ("snapkv+PyramidPress", "received 'PyramidPress'; did you mean 'pyramid'"),
         ("snapkv+adda", "an allocator or a selector after .*; received 'adda'; did you mean 'ada'"),
         ("snapkv+knorm", "an allocator or a selector"),
         ("snapkv[windw=3]", "an option of snapkv; received 'windw'; did you mean 'window'"),
@@ -97,7 +108,8 @@ def test_the_shortest_text_is_written():
         ("snapkv[window=]", "received 'window='"),
         ("snapkv[window=3", "name\\[option=value"),
         ("snapkv]+ada", "name\\[option=value"),
-        ("SnapKV", "name\\[option=value"),
+        ("SnapKV(window=3)", "name\\[option=value"),
+        ("ſnapkv", "name\\[option=value"),
         ("", "name\\[option=value"),
         ("snapkv+", "name\\[option=value"),
         ("snapkv ada", "name\\[option=value"),
@@ -140,13 +152,20 @@ def test_things_that_are_no_policy(thing):
         parse_policy(thing)
 
 
+@pytest.mark.parametrize("thing", [SnapKV(), SnapKV])
+def test_a_scorer_is_told_what_a_policy_is_made_of(thing):
+    with pytest.raises(PolicyError, match=r"Policy\(scorer, Uniform\(\), TopK\(\)\)"):
+        parse_policy(thing)
+    with pytest.raises(PolicyError, match=r"Policy\(scorer, Uniform\(\), TopK\(\)\)"):
+        register("a-scorer", thing, summary="")
+    assert "a-scorer" not in available_policies()
+
+
 @pytest.fixture
 def clean_registry(monkeypatch):
     monkeypatch.setattr(registry, "_policies", dict(registry._policies))
     monkeypatch.setattr(registry, "_parts", dict(registry._parts))
-    registry._load_entry_points.cache_clear()
-    yield
-    registry._load_entry_points.cache_clear()
+    monkeypatch.setattr(registry, "_plugins_are_in", False)
 
 
 @dataclass(frozen=True)
@@ -180,26 +199,180 @@ def test_registering_parts():
     register_part(Half)
     assert isinstance(parse_policy("snapkv+half").allocator, Half)
     assert part_types()["half"] is Half
+    assert policy_string(Policy(SnapKV(), Half(0.5), TopK())) == "snapkv+half[safeguard=0.5]"
     with pytest.raises(PolicyError, match="not taken"):
         register_part(Half)
 
+    class Größe(Allocator):
+        pass
 
-@pytest.mark.usefixtures("clean_registry")
-def test_policies_of_other_packages(monkeypatch):
-    class Point:
-        name, value = "theirs", "their_package:make"
+    with pytest.raises(PolicyError, match="lower-case letters"):
+        register_part(Größe)
 
-        @staticmethod
-        def load():
-            return lambda: Policy(KNorm(), Uniform(), TopK())
 
-    monkeypatch.setattr(registry, "entry_points", lambda group: [Point] if group == "kvkeep.policies" else [])
-    assert available_policies()["theirs"].paper == "their_package:make"
+# --- policies of other packages ---------------------------------------------------------------------------------------
+
+
+class Point:
+    """An entry point as importlib gives it."""
+
+    def __init__(self, name, factory):
+        self.name, self.value, self.load = name, f"their_package:{name}", lambda: factory
+
+
+@pytest.fixture
+def install(monkeypatch, clean_registry):
+    def install(**factories):
+        points = [Point(name, factory) for name, factory in factories.items()]
+        monkeypatch.setattr(registry, "entry_points", lambda group: points if group == "kvkeep.policies" else [])
+
+    return install
+
+
+def test_policies_of_other_packages(install):
+    class Shaped(Full):
+        """
+
+        A shape of its own.
+
+        And more.
+        """
+
+    entry = Entry("entered", Policy(SnapKV(window=5), Uniform(), TopK()), "their summary", "their paper")
+    install(theirs=lambda: Policy(KNorm(), Uniform(), TopK()), shaped=Shaped, entered=lambda: entry)
+    known = available_policies()
+    assert known["theirs"].summary == KNorm.__doc__.split("\n")[0]
+    assert known["theirs"].paper == ""
+    assert known["shaped"].summary == "A shape of its own."
+    assert known["entered"] == entry
     assert parse_policy("theirs+ada") == Policy(KNorm(), Ada(), TopK())
 
 
-def test_a_policy_without_a_name_is_written_as_far_as_possible():
+def test_a_broken_plugin_costs_nobody_else_a_policy(install):
+    def broken():
+        raise ZeroDivisionError("their mistake")
+
+    install(broken=broken, snapkv=Full, nothing=lambda: None, Upper=Full, scorer=SnapKV, theirs=Full)
+    with pytest.warns(UserWarning, match="is left out") as caught:
+        known = available_policies()
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == 5
+    assert messages[0] == (
+        "the policy 'broken' of another package (their_package:broken) is left out: ZeroDivisionError: their mistake"
+    )
+    assert "'snapkv' of another package" in messages[1]
+    assert "not taken" in messages[1]
+    assert "received None" in messages[2]
+    assert "lower-case" in messages[3]
+    assert "Policy(scorer, Uniform(), TopK())" in messages[4]
+    assert known["theirs"].policy == Full()
+    assert parse_policy("snapkv") == Policy(SnapKV(), Uniform(), TopK())
+    assert available_policies() == known  # without further warnings, which would be errors here
+
+
+def test_a_plugin_may_build_on_our_names(install):
+    install(theirs=lambda: parse_policy("snapkv[window=5]+ada"))
+    assert parse_policy("theirs") == Policy(SnapKV(window=5), Ada(), TopK())
+
+
+# --- texts of policies of one's own -----------------------------------------------------------------------------------
+
+
+def assert_described(policy, *words):
+    text = policy_string(policy)
+    assert text.startswith("custom:")
+    for word in words:
+        assert word in text
+    with pytest.raises(PolicyError, match=r"must be given as an object, for example KeepCache\.load\(policy=\.\.\.\)"):
+        parse_policy(text)
+
+
+def test_a_policy_without_a_name_is_described():
     class Unnamed(Mine):
         name: ClassVar[str] = "unnamed"
 
-    assert policy_string(Policy(Unnamed(3), Ada(), TopK())) == "unnamed[width=3]+ada+topk"
+    module = Unnamed.__module__
+    assert_described(
+        Policy(Unnamed(3), Ada(), TopK()), f"custom:{module}.", "Unnamed(width=3)+kvkeep", "Ada(safeguard="
+    )
+
+
+def test_a_child_of_a_registered_scorer_is_not_its_parent():
+    class My(SnapKV):
+        def score(self, observation):
+            return -super().score(observation)
+
+    assert_described(Policy(My(), Uniform(), TopK()), "My(window=32")
+    assert_described(Policy(My(window=5), Ada(), TopK()), "My(window=5")
+
+
+def test_a_child_of_a_registered_part_is_not_its_parent():
+    class Half(Ada):
+        name: ClassVar[str] = "ada"
+
+    assert_described(Policy(SnapKV(), Half(), TopK()), "Half(safeguard=0.2)")
+
+
+def test_a_policy_of_another_shape_is_described():
+    class Plain:
+        scope = "layer"
+        needs = judge = choose = None
+
+    assert_described(Plain(), "Plain(...)")  # without an address
+    assert policy_string(Plain()) == policy_string(Plain())
+
+
+def test_options_that_no_text_can_hold_are_described():
+    assert_described(Policy(H2O(recent=0.25), Uniform(), Chunks(length=20.5)), "Chunks(length=20.5")
+    assert policy_string(Policy(SnapKV(window=True), Uniform(), TopK())).startswith("custom:")
+
+
+@dataclass(frozen=True)
+class Titled(Scorer):
+    """Its name is an option, and not the one that it is registered under."""
+
+    name: str = "my-scorer"
+    window: int = 3
+    safeguard: float = 0.5
+
+    def score(self, observation):
+        return observation.zeros()
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_the_registered_name_is_written_not_the_scorers():
+    register("mine", Policy(Titled(), Uniform(), TopK()), summary="")
+    policy = parse_policy("mine[window=5]")
+    assert policy_string(policy) == "mine[window=5]"
+    assert policy_string(Policy(Titled(window=5), Pyramid(), TopK())) == "mine[window=5]+pyramid"
+    assert policy_string(Policy(Titled(name="other"), Uniform(), TopK())) == "mine[name=other]"
+    register("my-scorer", Policy(Titled(), Ada(), TopK()), summary="")  # the one called like the scorer comes first
+    assert policy_string(Policy(Titled(window=5), Ada(), TopK())) == "my-scorer[window=5]"
+    assert policy_string(Policy(Titled(window=5), Pyramid(), TopK())) == "my-scorer[window=5]+pyramid"
+    both = Policy(Titled(safeguard=0.3), Ada(), TopK())  # `my-scorer[safeguard=0.3]` would change both parts
+    assert policy_string(both) == "mine[safeguard=0.3]+ada"
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_a_child_of_policy_stays_one():
+    class Careful(Policy):
+        pass
+
+    register("careful", Careful(SnapKV(), Uniform(), TopK()), summary="")
+    policy = parse_policy("careful[window=5]+ada")
+    assert policy == Careful(SnapKV(window=5), Ada(), TopK())
+    assert policy_string(policy) == "careful[window=5]+ada"
+    assert_described(type("Other", (Policy,), {})(SnapKV(), Uniform(), TopK()), "Other")
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_options_that_cannot_be_compared_do_no_harm():
+    class Ambiguous:
+        def __eq__(self, other):
+            raise RuntimeError("ambiguous, as the truth of a tensor is")
+
+        __hash__ = None
+
+    register("mine", Policy(Mine(Ambiguous()), Uniform(), TopK()), summary="")
+    assert policy_string(parse_policy("mine")) == "mine"
+    assert policy_string(Policy(Mine(Ambiguous()), Uniform(), TopK())).startswith("custom:")

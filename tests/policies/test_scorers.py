@@ -226,6 +226,21 @@ def test_random():
     assert torch.equal(found[ragged.valid], scores.gather(2, places)[ragged.valid])
 
 
+@pytest.mark.parametrize("seed", [0, 7, 2**31 - 1])
+def test_small_seeds_are_used_as_they_are(seed):
+    observation = random_observation(length=9, kv_heads=2)
+    for head in range(2):
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + observation.layer * 1009 + head)
+        assert torch.equal(scored(Random(seed), observation)[0, head], torch.rand(9, generator=generator))
+
+
+def test_every_whole_number_is_a_seed():
+    observation = random_observation(length=30)
+    scores = [scored(Random(seed), observation) for seed in (0, 1, -1, -(10**20), 10**20, 10**20 + 1)]
+    assert len(torch.stack(scores).unique(dim=0)) == 6
+    assert parse_policy("random[seed=-1]") == Policy(Random(-1), Uniform(), TopK())
+
+
 # --- expected attention -----------------------------------------------------------------------------------------------
 
 

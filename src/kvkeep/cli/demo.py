@@ -23,7 +23,7 @@ def demo(
     policy: Texts = (),
     compression_ratio: Annotated[tuple[float, ...], Parameter(negative="", show_default=False)] = (),
     questions: Count = 8,
-    max_new_tokens: Count = 20,
+    max_new_tokens: Count = 16,
     dtype: Dtype = "float32",
     device: Device = "cpu",
     out: Path | None = None,

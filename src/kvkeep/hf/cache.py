@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from kvkeep.budget import Budget
+from kvkeep.budget import Budget, parse_bytes
 from kvkeep.errors import BudgetError, CacheStateError, UnsupportedError
 from kvkeep.hf import saving
 from kvkeep.hf.attach import attach
@@ -57,9 +57,9 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             (`{0: "full", "*": "snapkv"}`; layers that are kept in full are paid from the same budget).
         compression_ratio: fraction of entries to remove, 0 <= r < 1; relative to the text's length.
         entries: or: entries per cell on average.
-        bytes: or: bytes of the whole cache when it is cut.
+        bytes: or: bytes of the whole cache when it is cut, as a number or as text (`"64MiB"`).
         protect: ranges of positions that stay, as `(start, end)`; negative numbers and None as in a slice.
-        question: positions `(start, end)` of the question, if it is part of the prompt.
+        question: positions `(start, end)` of the question, if it is part of the prompt; as for `protect`.
         prompt_tokens: length of the prompt where it arrives in chunks (`prefill_chunk_size`): the cut comes when that
             many tokens, padding included, have been processed.
 
@@ -76,9 +76,9 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         *,
         compression_ratio: float | None = None,
         entries: int | None = None,
-        bytes: int | None = None,
+        bytes: int | str | None = None,
         protect: Sequence[Span] = (),
-        question: tuple[int, int] | None = None,
+        question: Span | None = None,
         prompt_tokens: int | None = None,
     ) -> None:
         plans = plan_model(model)
@@ -88,7 +88,8 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         given = (compression_ratio, entries, bytes)
         if all(isinstance(p, Full) for p in table) and given == (None, None, None):
             compression_ratio = 0.0
-        self.budget = Budget(compression_ratio=compression_ratio, entries=entries, bytes=bytes)
+        size = parse_bytes(bytes) if isinstance(bytes, str) else bytes
+        self.budget = Budget(compression_ratio=compression_ratio, entries=entries, bytes=size)
         if prompt_tokens is not None and prompt_tokens < 1:
             raise BudgetError(
                 expected="prompt_tokens of at least 1",
@@ -97,7 +98,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             )
         self.prompt_tokens = prompt_tokens
         self.protect = tuple(_span(span) for span in protect)
-        self.question = question
+        self.question = None if question is None else _span(question)
         self._plans = plans
         self._progress = Progress()
         self._table = table
@@ -179,11 +180,22 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """Positions of the entries that a cell holds, ascending.
 
         Args:
-            layer: which of the evictable layers.
+            layer: index of an evictable layer in the model.
             row: of the batch.
             head: KV head.
+
+        Raises:
+            CacheStateError: there is no such cell.
         """
-        return self.keep_layers[layer].store.cell(row, head)[2]
+        stores = {each.index: each.store for each in self.keep_layers}
+        if layer not in stores or not (0 <= row < stores[layer].batch and 0 <= head < stores[layer].kv_heads):
+            held = next(iter(stores.values()))
+            raise CacheStateError(
+                expected=f"a layer of {list(stores)}, a row below {held.batch} and a KV head below {held.kv_heads}",
+                received=f"layer {layer}, row {row}, head {head}",
+                remedy="sliding-window layers are not evicted, and an empty cache holds no rows",
+            )
+        return stores[layer].cell(row, head)[2]
 
     # -- the walk of a forward -------------------------------------------------------------------------------------
 
@@ -224,16 +236,17 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._check_rope_switch(progress.columns, progress.columns + new)
         self._check_rope_switch(max(before), max(after))
         cutting = self._cuts_now(new)
-        waiting = self.prompt_tokens is not None and not self._cuts and not cutting
+        # A prompt in chunks gets its room at once, and until its last chunk.
+        waiting = not self._cuts and (not cutting or progress.columns > 0)
         progress.forward = Forward(
             decoder=decoder,
             positions=positions.to(device),
             valid=None if valid is None else valid.to(device),
             lengths=after,
             cutting=cutting,
-            reserve=self.prompt_tokens or 0 if waiting or (cutting and progress.columns) else 0,
+            reserve=self.prompt_tokens or 0 if waiting else 0,
             budgets=self._budgets(after) if cutting else (),
-            question=self.question,
+            questions=self._questions(after) if cutting else (),
         )
         self._new_columns = new
 
@@ -573,6 +586,27 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
                 remedy="this model changes its rotary frequencies at that length (longrope), and the cached keys with "
                 "them; shorten the text or the answer",
             )
+
+    def _questions(self, lengths: list[int]) -> list[tuple[int, int]]:
+        """Positions of the question in each row, none where it is hidden.
+
+        Raises:
+            BudgetError: the span is empty in a row, or lies outside of it.
+        """
+        if self.question is None:
+            return []
+        spans = []
+        for length in lengths:
+            start, end, _ = slice(*self.question).indices(length)
+            outside = any(at is not None and not -length <= at <= length for at in self.question)
+            if outside or start >= end:
+                raise BudgetError(
+                    expected=f"a question within the {length} tokens of each row, as (start, end)",
+                    received=f"question={self.question}",
+                    remedy="count from the end for rows of different length, such as question=(-12, None)",
+                )
+            spans.append((start, end))
+        return spans
 
     def _budgets(self, lengths: list[int]) -> list[int]:
         """Entries per cell on average, row by row, for the layers whose policy evicts.

@@ -57,7 +57,7 @@ class Forward:
         cutting: the text ends here: judge and cut.
         reserve: columns that are known to come.
         budgets: for each row, entries a cell may keep on average, for layers that are cut.
-        question: positions of the question, if it is visible.
+        questions: for each row, positions of the question, if it is visible.
         touched: a layer has begun to store the new tokens, so that a failure leaves the layers out of step.
     """
 
@@ -68,7 +68,7 @@ class Forward:
     cutting: bool
     reserve: int = 0
     budgets: Sequence[int] = ()
-    question: tuple[int, int] | None = None
+    questions: Sequence[tuple[int, int]] = ()
     touched: bool = False
 
 
@@ -193,6 +193,7 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
             self._judge(module, query, positions, valid, scaling)
         elif forward.reserve:
             self._remember(query, positions, valid)
+        self._count_state()
         self.record()
         return output.transpose(1, 2).contiguous()
 
@@ -234,6 +235,15 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
                 if seen >= wanted:
                     self._queries = [(q.clone() if q is not query else q, p, v) for q, p, v in self._queries[at:]]
                     break
+
+    def _count_state(self) -> None:
+        held = {
+            t.untyped_storage().data_ptr(): t.untyped_storage()
+            for entry in self._queries
+            for t in entry
+            if t is not None
+        }
+        self.store.state_bytes = sum(storage.nbytes() for storage in held.values())
 
     def _judge(self, module: nn.Module, query: Tensor, positions: Tensor, valid: Tensor | None, scaling: float) -> None:
         started = time.perf_counter()
@@ -285,7 +295,7 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
             layer=self.index,
             ordinal=self.ordinal,
             layers=self.layers,
-            question=forward.question,
+            question=forward.questions[first] if forward.questions else None,
             protected=protected,
             protected_positions=protected_positions,
             rotary=rotary_of(forward.decoder, module) if needs.rotary else None,

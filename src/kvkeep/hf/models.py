@@ -228,6 +228,17 @@ def model_sha256(model: nn.Module) -> str:
     return f"tensors:{_digest(model, None)}" if whole else f"sample:{_digest(model, SAMPLED_ELEMENTS)}"
 
 
+def weights_fingerprint(model: nn.Module) -> str:
+    """What a saved cache is bound to: names, types, shapes and evenly spaced elements of all weights.
+
+    Unlike `model_sha256` it is the same however the model was loaded, and quick for large models.
+
+    Raises:
+        UnsupportedError: the model has parameters without values (on the meta device).
+    """
+    return _digest(model, SAMPLED_ELEMENTS, with_config=False)
+
+
 def _remember(model: nn.Module, files: tuple[Path, ...], sha256: str | None = None) -> None:
     _origins[model] = _Origin(files, _stamps(files), _digest(model, _WITNESS_ELEMENTS), sha256)
 
@@ -249,9 +260,9 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
-def _digest(model: nn.Module, elements: int | None) -> str:
+def _digest(model: nn.Module, elements: int | None, *, with_config: bool = True) -> str:
     """Hash of the config and of each tensor: of all its elements, or of evenly spaced ones."""
-    config = getattr(model, "config", None)
+    config = getattr(model, "config", None) if with_config else None
     essentials = {} if config is None else config.to_dict()
     for volatile in ("transformers_version", "_name_or_path", "_model_name_or_path"):
         essentials.pop(volatile, None)

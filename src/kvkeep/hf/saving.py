@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvkeep.errors import CacheStateError
-from kvkeep.hf.models import model_sha256
+from kvkeep.hf.models import weights_fingerprint
 from kvkeep.hf.policy_table import PolicyLike, table_from_text, table_to_text
 from kvkeep.hf.support import unwrap
 
@@ -42,7 +42,7 @@ def save(cache: KeepCache, path: Path, *, session: dict[str, Any] | None = None)
             tensors[f"window.{index}.values"] = sliding.values.contiguous()
     facts = {
         "schema_version": SCHEMA_VERSION,
-        "model": fingerprint(cache.model),
+        "model": weights_fingerprint(cache.model),
         "policy": table_to_text(cache.policy),
         "budget": cache.budget.describe(),
         "protect": cache.protect,
@@ -54,9 +54,16 @@ def save(cache: KeepCache, path: Path, *, session: dict[str, Any] | None = None)
         "seen": [sliding.cumulative_length for sliding in cache.sliding_layers],
         "session": session,
     }
+    path = path.expanduser()
     temporary = path.with_name(path.name + ".partial")
-    save_file(tensors, temporary, metadata={"kvkeep": json.dumps(facts)})
-    temporary.replace(path)
+    try:
+        save_file(tensors, temporary, metadata={"kvkeep": json.dumps(facts)})
+        temporary.replace(path)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise CacheStateError(
+            expected="a path that can be written to", received=f"{path}: {error}", remedy="choose an existing folder"
+        ) from None
 
 
 def load(kind: type[KeepCache], path: Path, model: Any, policy: PolicyLike | None) -> KeepCache:
@@ -68,10 +75,10 @@ def load(kind: type[KeepCache], path: Path, model: Any, policy: PolicyLike | Non
             received=f"{facts.get('schema_version')}",
             remedy="save the cache again with this version of kvkeep",
         )
-    if facts["model"] != fingerprint(model):
+    if facts["model"] != weights_fingerprint(unwrap(model)):
         raise CacheStateError(
             expected=f"the model that the cache was made with, {facts['model']}",
-            received=fingerprint(model),
+            received=weights_fingerprint(unwrap(model)),
             remedy="load the same weights in the same dtype",
         )
     cache = kind(
@@ -105,12 +112,6 @@ def read_session(path: Path) -> dict[str, Any]:
             remedy="load it with KeepCache.load",
         )
     return session
-
-
-def fingerprint(model: Any) -> str:
-    """What identifies the weights that a cache belongs to: their hash and their type."""
-    inner = unwrap(model)
-    return f"{model_sha256(inner)} {inner.dtype}"
 
 
 def _read_facts(path: Path) -> dict[str, Any]:

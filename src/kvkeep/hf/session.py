@@ -17,49 +17,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from kvkeep.errors import CacheStateError, UnsupportedError
+from kvkeep.errors import CacheStateError
 from kvkeep.hf import saving
 from kvkeep.hf.cache import KeepCache, Mark
 from kvkeep.hf.layers import Span
 from kvkeep.hf.policy_table import PolicyLike
 from kvkeep.hf.support import CACHE_ARGUMENT
-
-_CONTENT = "<<kvkeep-content-of-the-turn>>"
-_ANSWER = "<<kvkeep-answer>>"
-
-
-@dataclass(frozen=True)
-class TurnTexts:
-    """A chat template, split around what people and the model say.
-
-    Attributes:
-        header: before the first user's words, a default system prompt included.
-        footer: from the user's last word to the model's first.
-        between: from the model's last word to the next user's first.
-    """
-
-    header: str
-    footer: str
-    between: str
-
-    @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> TurnTexts:
-        """Split a tokenizer's template; a tokenizer without one gives plain text with line breaks."""
-        if not getattr(tokenizer, "chat_template", None):
-            return cls(header=f"{system}\n\n" if system else "", footer="\n", between="\n")
-        start = [{"role": "system", "content": system}] if system else []
-        user = {"role": "user", "content": _CONTENT}
-        first = str(tokenizer.apply_chat_template([*start, user], tokenize=False, add_generation_prompt=True))
-        header, _, footer = first.partition(_CONTENT)
-        turns = [
-            *start,
-            {"role": "user", "content": "."},
-            {"role": "assistant", "content": _ANSWER},
-            user,
-        ]
-        both = str(tokenizer.apply_chat_template(turns, tokenize=False))
-        between = both.partition(_ANSWER)[2].partition(_CONTENT)[0]
-        return cls(header, footer, between)
+from kvkeep.hf.turns import JOINT, TurnTexts, check_options, check_words, encode_after
 
 
 @dataclass(frozen=True)
@@ -86,6 +50,7 @@ class _State:
     turn: Literal["start", "user", "assistant"] = "start"
     pending: list[int] = field(default_factory=list)  # tokens that belong to the text but are not in the cache yet
     question: str | None = None  # ingested with the text and not answered yet
+    tail: str = ""  # the end of the user's words, where they go on
 
 
 class Session:
@@ -102,7 +67,11 @@ class Session:
         system: a system prompt, in place of the template's own.
 
     Every `ingest` judges everything that is held, old and new, so that the budget holds for the whole conversation;
-    questions and answers come on top until the next `ingest`.
+    questions and answers come on top until the next `ingest`. A session whose cache is empty begins anew, whoever
+    emptied it.
+
+    Raises:
+        UnsupportedError: a model that kvkeep has not checked, or a chat template that cannot be split.
     """
 
     def __init__(
@@ -131,17 +100,20 @@ class Session:
     @property
     def header_tokens(self) -> int:
         """Tokens of the template before the first user's words."""
-        return len(self._encode(self.texts.header, first=True))
+        return len(self._encode_header())
 
     @property
     def question(self) -> str | None:
         """The question that was ingested with the text and waits for `answer()`, if there is one."""
+        self._follow_cache()
         return self._state.question
 
     def question_tokens(self, question: str) -> list[int]:
         """The tokens that `ask` would process before the model's first word, the template's included."""
-        separator = "\n\n" if self._state.turn == "user" else ""
-        return self._open_user_turn() + self._encode(f"{separator}{question}") + self._encode(self.texts.footer)
+        check_words("a question", question)
+        ids, before, lead = self._open_user_turn()
+        separator = "\n\n" if self._state.turn == "user" else lead
+        return ids + self._encode(before, f"{separator}{question}") + self._encode(question, self.texts.footer)
 
     def ingest(self, text: str, *, question: str | None = None) -> int:
         """Process a text and cut the cache to its budget.
@@ -155,19 +127,19 @@ class Session:
             Tokens processed.
 
         Raises:
-            CacheStateError: an empty text.
+            CacheStateError: no text, or an empty one.
         """
-        if not text:
-            raise CacheStateError(
-                expected="a text", received="an empty string", remedy="leave the call out and ask the question at once"
-            )
-        ids = self._open_user_turn() + self._encode(text)
+        check_words("a text", text)
+        if question is not None:
+            check_words("a question", question)
+        ids, before, lead = self._open_user_turn()
+        ids = ids + self._encode(before, f"{lead}{text}")
         span = None
         if question is not None:
             start = self.cache.get_seq_length() + len(ids)
-            ids += self._encode(f"\n\n{question}")
+            ids += self._encode(text, f"\n\n{question}")
             span = (start, self.cache.get_seq_length() + len(ids))
-            ids += self._encode(self.texts.footer)
+            ids += self._encode(question, self.texts.footer)
         # The last token of a visible question waits: generation needs one token to begin with.
         ids, waiting = (ids, []) if question is None else (ids[:-1], ids[-1:])
         self.cache.question = span
@@ -179,7 +151,7 @@ class Session:
             self.cache.cut_next(False)
             raise
         self.prefill_seconds += time.perf_counter() - started
-        self._state = _State("user" if question is None else "assistant", waiting, question)
+        self._state = _State("user" if question is None else "assistant", waiting, question, text[-JOINT:])
         self._ingested = (self.cache.mark(), self._state)
         return len(ids)
 
@@ -200,6 +172,10 @@ class Session:
             keep: leave question and answer in the cache for the next turn; false forgets them.
             on_text: called with each piece of the answer as it comes.
             generate: anything else that `model.generate` takes (`do_sample`, `temperature`, `stop_strings`, ...).
+
+        Raises:
+            CacheStateError: no question, or an empty one.
+            UnsupportedError: an option of generate that does not lead to one answer in words.
         """
         return self._answer(self.question_tokens(question), max_new_tokens, keep, on_text, generate)
 
@@ -215,7 +191,9 @@ class Session:
 
         Raises:
             CacheStateError: no question was ingested, or it has been answered.
+            UnsupportedError: as for `ask`.
         """
+        self._follow_cache()
         if self._state.question is None:
             raise CacheStateError(
                 expected="a question ingested with its text",
@@ -230,6 +208,7 @@ class Session:
         Raises:
             CacheStateError: nothing was ingested.
         """
+        self._follow_cache()
         if self._ingested is None:
             raise CacheStateError(expected="an ingested text", received="none", remedy="call ingest(text) first")
         self._restore(self._ingested)
@@ -238,10 +217,11 @@ class Session:
         """Begin anew, with the same policy and budget; also the way out after an error in the middle of a forward."""
         self.cache.reset()
         self.cache.cut_on_request()
-        self._state, self._ingested, self.prefill_seconds = _State(), None, 0.0
+        self._follow_cache()
 
     def save(self, path: str | Path) -> None:
         """Write the conversation to a file that `Session.load` reads in another process; see `KeepCache.save`."""
+        self._follow_cache()
         saving.save(self.cache, Path(path), session={"texts": asdict(self.texts), "state": asdict(self._state)})
 
     @classmethod
@@ -270,21 +250,33 @@ class Session:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _encode(self, text: str, first: bool = False) -> list[int]:
-        # A template writes its own special tokens; plain text begins with what the tokenizer puts before it.
-        special = first and not getattr(self.tokenizer, "chat_template", None)
-        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"]) if text or special else []
+    def _follow_cache(self) -> None:
+        if self.cache.get_seq_length() == 0:
+            self._state, self._ingested, self.prefill_seconds = _State(), None, 0.0
 
-    def _open_user_turn(self) -> list[int]:
-        if self._state.turn == "start":
-            return self._encode(self.texts.header, first=True)
+    def _encode(self, before: str, text: str) -> list[int]:
+        return encode_after(self.tokenizer, before, text)
+
+    def _encode_header(self) -> list[int]:
+        header = self.texts.header.rstrip(" ")
+        # A template writes its own special tokens; plain text begins with what the tokenizer puts before it.
+        special = not getattr(self.tokenizer, "chat_template", None)
+        return list(self.tokenizer(header, add_special_tokens=special)["input_ids"]) if header or special else []
+
+    def _open_user_turn(self) -> tuple[list[int], str, str]:
+        """Tokens before the user's words, the text that they end, and spaces that share a token with the words."""
+        self._follow_cache()
         if self._state.turn == "user":
-            return list(self._state.pending)
-        between = self._encode(self.texts.between)
+            return [], self._state.tail, ""
+        if self._state.turn == "start":
+            header = self.texts.header.rstrip(" ")
+            return self._encode_header(), header, self.texts.header[len(header) :]
+        text = self.texts.between.rstrip(" ")
+        between = self._encode("\n", text)
         pending = self._state.pending
         if pending and between and pending[-1] == between[0]:  # the answer's end token opens the text between turns
             pending = pending[:-1]
-        return pending + between
+        return pending + between, f"\n{text}", self.texts.between[len(text) :]
 
     def _checkpoint(self) -> tuple[Mark, _State]:
         return self.cache.mark(), self._state
@@ -308,6 +300,7 @@ class Session:
         generate: dict[str, Any],
     ) -> Answer:
         """Generate; if that fails or is interrupted, the conversation stands where it stood."""
+        generate = check_options(generate)
         before = self._checkpoint()
         try:
             answer = self._generate(ids, max_new_tokens, on_text, generate)
@@ -327,13 +320,6 @@ class Session:
     def _generate(
         self, ids: list[int], max_new_tokens: int, on_text: Callable[[str], None] | None, generate: dict[str, Any]
     ) -> Answer:
-        for name in ("generation_config", "return_dict_in_generate"):
-            if generate.get(name):
-                raise UnsupportedError(
-                    expected="settings of generate that lead to one answer in words",
-                    received=name,
-                    remedy="pass the settings themselves, or call model.generate with a KeepCache",
-                )
         self._warn_if_too_long(len(ids) + max_new_tokens)
         inputs = self._tensor(ids)
         seen = self.cache.get_seq_length()

@@ -37,7 +37,7 @@ def kept_shares(cache: KeepCache, layer: int | None = None, head: int | None = N
     Raises:
         CacheStateError: no such layer or head, or a layer that is not evicted.
     """
-    layers = {keep.index: at for at, keep in enumerate(cache.keep_layers)}
+    layers = [keep.index for keep in cache.keep_layers]
     heads = cache.keep_layers[0].store.kv_heads
     if layer is not None and layer not in layers:
         raise CacheStateError(
@@ -49,7 +49,7 @@ def kept_shares(cache: KeepCache, layer: int | None = None, head: int | None = N
         raise CacheStateError(
             expected=f"a KV head from 0 to {heads - 1}", received=f"{head}", remedy="query heads share KV heads"
         )
-    chosen_layers = list(layers.values()) if layer is None else [layers[layer]]
+    chosen_layers = layers if layer is None else [layer]
     chosen_heads = range(heads) if head is None else [head]
     counts = torch.zeros(cache.get_seq_length())
     for at in chosen_layers:

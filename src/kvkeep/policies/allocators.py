@@ -14,9 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.errors import PolicyError
 from kvkeep.observation import Observation
-from kvkeep.policies.protocols import Allocator, Judgement, Scope
+from kvkeep.policies.protocols import Allocator, Judgement, Scope, require
 
 
 @dataclass(frozen=True)
@@ -46,12 +45,8 @@ class Ada(Allocator):
     name: ClassVar[str] = "ada"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.safeguard <= 1:
-            raise PolicyError(
-                expected="0 <= safeguard <= 1",
-                received=f"safeguard={self.safeguard}",
-                remedy="it is the share of the budget that every head keeps; 0.2 is the paper's",
-            )
+        remedy = "it is the share of the budget that every head keeps; 0.2 is the paper's"
+        require(0 <= self.safeguard <= 1, "0 <= safeguard <= 1", f"safeguard={self.safeguard}", remedy)
 
     def allocate(self, judgements: Sequence[Judgement]) -> list[Tensor]:
         """For each layer, the top scores over all its heads, after each head's guaranteed share."""
@@ -79,12 +74,7 @@ class Pyramid(Allocator):
     name: ClassVar[str] = "pyramid"
 
     def __post_init__(self) -> None:
-        if not self.beta >= 1:
-            raise PolicyError(
-                expected="beta >= 1",
-                received=f"beta={self.beta}",
-                remedy="beta=1 is uniform, 20 is the paper's",
-            )
+        require(self.beta >= 1, "beta >= 1", f"beta={self.beta}", "beta=1 is uniform, 20 is the paper's")
 
     def allocate(self, judgements: Sequence[Judgement]) -> list[Tensor]:
         """The layer's share, the same for each of its cells."""
@@ -120,8 +110,7 @@ class Threshold(Allocator):
     scope: ClassVar[Scope] = "model"
 
     def __post_init__(self) -> None:
-        if self.floor < 0:
-            raise PolicyError(expected="floor >= 0", received=f"floor={self.floor}", remedy="0 keeps no recent entries")
+        require(self.floor >= 0, "floor >= 0", f"floor={self.floor}", "0 keeps no recent entries")
 
     def protects(self, observation: Observation) -> tuple[int, int]:
         """The newest `floor` positions."""

@@ -7,10 +7,11 @@ entries that stay. A policy with `scope = "layer"` chooses layer by layer; one w
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from typing import ClassVar, Literal, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -89,10 +90,21 @@ class PromptPolicy(Protocol):
         ...
 
 
-class Scorer(ABC):
-    """Gives every held entry of a layer a score. Subclasses are frozen dataclasses; their fields are the options."""
+class _NameOfClass:
+    """What a part is called that declares no name: the words of its class, `MyScorer` -> `my-scorer`."""
 
-    name: ClassVar[str]
+    def __get__(self, part: object, kind: type) -> str:
+        words = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])", "-", kind.__name__)
+        return words.strip("_").lower()
+
+
+class Scorer(ABC):
+    """Gives every held entry of a layer a score. Subclasses are frozen dataclasses; their fields are the options.
+
+    Errors and notes call them by their `name`, if none is declared by that of the class: `my-scorer` for `MyScorer`.
+    """
+
+    name: ClassVar[str] = cast(str, _NameOfClass())
 
     @abstractmethod
     def score(self, observation: Observation) -> Tensor:
@@ -110,7 +122,7 @@ class Scorer(ABC):
 class Allocator(ABC):
     """Shares the budget over cells. Subclasses are frozen dataclasses; their fields are the options."""
 
-    name: ClassVar[str]
+    name: ClassVar[str] = cast(str, _NameOfClass())
     scope: ClassVar[Scope] = "layer"
 
     def protects(self, observation: Observation) -> tuple[int, int]:
@@ -128,7 +140,7 @@ class Allocator(ABC):
 class Selector(ABC):
     """Picks the entries of a cell, given how many. Subclasses are frozen dataclasses; their fields are the options."""
 
-    name: ClassVar[str]
+    name: ClassVar[str] = cast(str, _NameOfClass())
 
     @abstractmethod
     def select(self, judgement: Judgement, counts: Tensor) -> Tensor:

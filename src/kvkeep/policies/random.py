@@ -19,7 +19,7 @@ class Random(Scorer):
     A position keeps its score for life, so that cutting again keeps what was kept as far as the budget allows.
 
     Attributes:
-        seed: of the generator.
+        seed: of the generator; any whole number.
     """
 
     seed: int = 0
@@ -31,7 +31,8 @@ class Random(Scorer):
         # Drawn on the CPU, head by head: the values of one head and position depend on nothing else.
         rows = []
         for head in range(heads):
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + observation.layer * 1009 + head)
+            seed = self.seed * 1_000_003 + observation.layer * 1009 + head
+            generator = torch.Generator().manual_seed(seed % 2**63)  # torch takes no larger ones
             rows.append(torch.rand(observation.length, generator=generator))
         table = torch.stack(rows).to(observation.keys.device).expand(observation.keys.shape[0], -1, -1)
         return table.gather(2, observation.positions.masked_fill(~observation.valid, 0))

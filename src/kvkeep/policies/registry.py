@@ -4,8 +4,8 @@
     snapkv[window=64,kernel=7]                 with options of any of its parts
     snapkv[window=64]+ada+chunks[length=20]    with its allocator and its selector exchanged
 
-Other packages add policies through the entry point group `kvkeep.policies` (name = module:factory, a factory without
-arguments), or at run time with `register`.
+Names may be written in upper case. Other packages add policies through the entry point group `kvkeep.policies` (name =
+module:factory, a factory without arguments that returns a policy or an `Entry`), or at run time with `register`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
 from kvkeep.errors import PolicyError, near_names
-from kvkeep.policies.protocols import Allocator, Policy, PromptPolicy, Selector, parts, with_part
+from kvkeep.policies.protocols import Allocator, Policy, PromptPolicy, Scorer, Selector, parts, with_part
 
 ENTRY_POINTS = "kvkeep.policies"
 
-_PIECE = re.compile(r"([a-z0-9][a-z0-9_-]*)(?:\[(.*)\])?", re.DOTALL)
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
+_PIECE = re.compile(r"([A-Za-z0-9][A-Za-z0-9_-]*)(?:\[(.*)\])?", re.DOTALL)
+_CUSTOM = "custom:"  # begins the description of a policy that no text names; the colon is not in the grammar
 
 
 @dataclass(frozen=True)
@@ -52,19 +54,35 @@ class Entry:
 
 _policies: dict[str, Entry] = {}
 _parts: dict[str, type[Allocator] | type[Selector]] = {}
+_plugins_are_in = False
 
 
 def register(name: str, policy: PromptPolicy, *, summary: str, paper: str = "") -> None:
     """Make a policy known under a name.
 
     Raises:
+        PolicyError: the name is taken, or cannot be written in the grammar; or the object is no policy.
+    """
+    _check_name(name)
+    _policies[name] = Entry(name, _check_policy(policy), summary, paper)
+
+
+def register_part(part: type[Allocator] | type[Selector]) -> None:
+    """Make an allocator or a selector known under its `name`.
+
+    Raises:
         PolicyError: the name is taken, or cannot be written in the grammar.
     """
-    if _PIECE.fullmatch(name) is None or "[" in name:
+    _check_name(part.name)
+    _parts[part.name] = part
+
+
+def _check_name(name: str) -> None:
+    if _NAME.fullmatch(name) is None:
         raise PolicyError(
             expected="a name of lower-case letters, digits and dashes",
             received=f"{name!r}",
-            remedy="rename the policy",
+            remedy="choose another name",
         )
     if name in _policies or name in _parts:
         raise PolicyError(
@@ -72,16 +90,17 @@ def register(name: str, policy: PromptPolicy, *, summary: str, paper: str = "") 
             received=f"{name!r}, which is {_policies.get(name, _parts.get(name))}",
             remedy="choose another name",
         )
-    _policies[name] = Entry(name, policy, summary, paper)
 
 
-def register_part(part: type[Allocator] | type[Selector]) -> None:
-    """Make an allocator or a selector known under its `name`."""
-    if part.name in _parts or part.name in _policies:
-        raise PolicyError(
-            expected="a name that is not taken", received=f"{part.name!r}", remedy="choose another name for the part"
-        )
-    _parts[part.name] = part
+def _check_policy(policy: PromptPolicy) -> PromptPolicy:
+    if isinstance(policy, PromptPolicy) and not isinstance(policy, type):  # a class has the methods too
+        return policy
+    remedy = "a policy has scope, needs, judge and choose, as Policy(scorer, allocator, selector) does"
+    if isinstance(policy, Scorer) or (isinstance(policy, type) and issubclass(policy, Scorer)):
+        remedy = "a scorer is one of three parts of a policy: Policy(scorer, Uniform(), TopK())"
+    raise PolicyError(
+        expected="a policy or its name", received=f"{policy!r} of type {type(policy).__name__}", remedy=remedy
+    )
 
 
 def available_policies() -> Mapping[str, Entry]:
@@ -90,12 +109,32 @@ def available_policies() -> Mapping[str, Entry]:
     return _policies
 
 
-@cache
 def _load_entry_points() -> None:
-    """Once in a process: looking through everything that is installed takes milliseconds."""
+    """Once in a process: looking through everything that is installed takes milliseconds.
+
+    A plugin that cannot be used costs a warning, not the other policies.
+    """
+    global _plugins_are_in
+    if _plugins_are_in:
+        return
+    _plugins_are_in = True  # from now on, since a plugin may itself ask for policies
     for point in entry_points(group=ENTRY_POINTS):
-        policy = point.load()()
-        register(point.name, policy, summary=(type(policy).__doc__ or "").split("\n")[0], paper=point.value)
+        try:
+            made = point.load()()
+            entry = made if isinstance(made, Entry) else Entry(point.name, made, _first_line(made), paper="")
+            register(entry.name, entry.policy, summary=entry.summary, paper=entry.paper)
+        except Exception as error:
+            warnings.warn(
+                f"the policy {point.name!r} of another package ({point.value}) is left out: "
+                f"{type(error).__name__}: {error}",
+                stacklevel=3,
+            )
+
+
+def _first_line(policy: PromptPolicy) -> str:
+    """What the scorer says of itself, or a policy of another shape."""
+    speaker = policy.scorer if type(policy) is Policy else policy
+    return (type(speaker).__doc__ or "").strip().partition("\n")[0]
 
 
 def part_types() -> Mapping[str, type[Allocator] | type[Selector]]:
@@ -110,28 +149,20 @@ def parse_policy(text: str | PromptPolicy) -> PromptPolicy:
         PolicyError: an unknown policy, part or option (near names are suggested), or a text that cannot be read.
     """
     if not isinstance(text, str):
-        if isinstance(text, type) or not isinstance(text, PromptPolicy):  # a class has the methods too
-            raise PolicyError(
-                expected="a policy or its name",
-                received=f"{text!r} of type {type(text).__name__}",
-                remedy="a policy has scope, needs, judge and choose, as Policy(scorer, allocator, selector) does",
-            )
-        return text
+        return _check_policy(text)
+    if text.strip().startswith(_CUSTOM):
+        raise PolicyError(
+            expected="the name of a policy",
+            received=f"{text!r}, which describes a policy that no name leads to",
+            remedy="a policy of one's own must be given as an object, for example KeepCache.load(policy=...)",
+        )
     first, *rest = _split(text, "+")
-    name, options = _read_piece(first)
     known = available_policies()
-    if name not in known:
-        raise PolicyError(expected="a known policy", received=f"{name!r}", remedy=near_names(name, known))
+    name, options = _read_piece(first, known, "a known policy")
     policy = _with_options(known[name].policy, options, name)
     given: dict[str, str] = {}
     for piece in rest:
-        part_name, part_options = _read_piece(piece)
-        if part_name not in _parts:
-            raise PolicyError(
-                expected="an allocator or a selector after '+'",
-                received=f"{part_name!r}",
-                remedy=near_names(part_name, _parts),
-            )
+        part_name, part_options = _read_piece(piece, _parts, "an allocator or a selector after '+'")
         if not isinstance(policy, Policy):
             raise PolicyError(
                 expected=f"{name!r} alone", received=f"{text!r}", remedy=f"{name} is not made of exchangeable parts"
@@ -150,31 +181,55 @@ def parse_policy(text: str | PromptPolicy) -> PromptPolicy:
 
 
 def policy_string(policy: PromptPolicy) -> str:
-    """A text that `parse_policy` reads back as the same policy, with every option that is not a default."""
+    """A text that `parse_policy` reads back as the same policy, with every option that is not a default.
+
+    A policy that no text names, as one of parts that are not registered, is described: `custom:module.Class(...)`.
+    `parse_policy` refuses such a text.
+    """
+    for text in _possible_texts(policy):
+        if _reads_back(text, policy):
+            return text
+    described = parts(policy) if type(policy) is Policy else (policy,)
+    return _CUSTOM + "+".join(_description(part) for part in described)
+
+
+def _possible_texts(policy: PromptPolicy) -> Iterator[str]:
+    """Texts that may name the policy, the shortest first. Whoever asks reads them back: options may be ambiguous."""
     known = available_policies()
-    for entry in known.values():
-        if entry.policy == policy:
-            return entry.name
+    yield from known
+    alike = [(entry.name, entry.policy) for entry in known.values() if type(entry.policy) is type(policy)]
     if not isinstance(policy, Policy):
-        name = getattr(policy, "name", type(policy).__name__)
-        return _written(name, policy, known[name].policy if name in known else None)
-    scorer, allocator, selector = parts(policy)
-    base = known.get(scorer.name)
-    pieces = [_written(scorer.name, scorer, base.policy.scorer if base and isinstance(base.policy, Policy) else None)]
-    for part, default in ((allocator, "allocator"), (selector, "selector")):
-        if base is None or part != getattr(base.policy, default, None):
-            pieces.append(_written(part.name, part, _default(type(part))))
-    return "+".join(pieces)
+        for name, usual in alike:
+            yield name + _options(policy, usual)
+        return
+    bases = [(name, p) for name, p in alike if isinstance(p, Policy) and type(p.scorer) is type(policy.scorer)]
+    for name, base in sorted(bases, key=lambda pair: pair[0] != policy.scorer.name):
+        pieces = [name + _options(policy.scorer, base.scorer)]
+        for part, usual_part in zip(parts(policy)[1:], parts(base)[1:], strict=True):
+            if type(part) is not type(usual_part) or _options(part, usual_part):
+                pieces += [key + _options(part, kind()) for key, kind in _parts.items() if kind is type(part)]
+        yield "+".join(pieces)
 
 
-def _default(part: type[Any]) -> Any:
-    return part()
+def _reads_back(text: str, policy: PromptPolicy) -> bool:
+    try:
+        return bool(parse_policy(text) == policy)
+    except Exception:  # options of other people's classes may refuse in their own ways to be read, or to be compared
+        return False
 
 
-def _written(name: str, value: Any, default: Any) -> str:
-    usual = _fields(default) if default is not None else {}
-    changed = {k: v for k, v in _fields(value).items() if k not in usual or usual[k] != v}
-    return name + (f"[{','.join(f'{k}={v}' for k, v in changed.items())}]" if changed else "")
+def _options(part: Any, usual: Any) -> str:
+    """The options that differ from the usual ones, in brackets."""
+    defaults = {key: str(value) for key, value in _fields(usual).items()}
+    changed = [f"{key}={value}" for key, value in _fields(part).items() if str(value) != defaults[key]]
+    return f"[{','.join(changed)}]" if changed else ""
+
+
+def _description(part: object) -> str:
+    kind = type(part)
+    # Python's own repr has an address, which is another one in each process.
+    text = f"{kind.__qualname__}(...)" if kind.__repr__ is object.__repr__ else repr(part)
+    return f"{kind.__module__}.{text}"
 
 
 def _fields(part: Any) -> dict[str, Any]:
@@ -191,7 +246,7 @@ def _with_options(policy: PromptPolicy, options: dict[str, str], name: str) -> P
     known = {key for part in parts(policy) for key in _fields(part)}
     _check_options(options, known, name)
     new = [_replace(part, {k: v for k, v in options.items() if k in _fields(part)}, name) for part in parts(policy)]
-    return Policy(*new)
+    return dataclasses.replace(policy, scorer=new[0], allocator=new[1], selector=new[2])  # a subclass stays one
 
 
 def _replace(part: Any, options: dict[str, str], name: str) -> Any:
@@ -231,7 +286,8 @@ def _read_bool(text: str) -> bool:
     return words[text.lower()]
 
 
-def _read_piece(text: str) -> tuple[str, dict[str, str]]:
+def _read_piece(text: str, known: Mapping[str, Any], expected: str) -> tuple[str, dict[str, str]]:
+    """One of the known names, and the options in its brackets."""
     match = _PIECE.fullmatch(text.strip())
     if match is None:
         raise PolicyError(
@@ -239,6 +295,10 @@ def _read_piece(text: str) -> tuple[str, dict[str, str]]:
             received=f"{text!r}",
             remedy="for example snapkv[window=64]+ada",
         )
+    name = match[1].lower()
+    if name not in known:  # kvpress says SnapKVPress
+        remedy = near_names(name.removesuffix("press") or name, known)
+        raise PolicyError(expected=expected, received=f"{match[1]!r}", remedy=remedy)
     options: dict[str, str] = {}
     for item in _split(match[2] or "", ","):
         key, equals, value = item.partition("=")
@@ -251,7 +311,7 @@ def _read_piece(text: str) -> tuple[str, dict[str, str]]:
                 remedy="for example snapkv[window=64,kernel=5]",
             )
         options[key.strip()] = value.strip()
-    return match[1], options
+    return name, options
 
 
 def _split(text: str, separator: str) -> list[str]:

@@ -8,9 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvkeep.errors import PolicyError
 from kvkeep.policies.allocators import top_mask
-from kvkeep.policies.protocols import Judgement, Selector
+from kvkeep.policies.protocols import Judgement, Selector, require
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,7 @@ class Chunks(Selector):
     name: ClassVar[str] = "chunks"
 
     def __post_init__(self) -> None:
-        if self.length < 1:
-            raise PolicyError(expected="length >= 1", received=f"length={self.length}", remedy="20 is the paper's")
+        require(self.length >= 1, "length >= 1", f"length={self.length}", "20 is the paper's")
 
     def select(self, judgement: Judgement, counts: Tensor) -> Tensor:
         """At most `counts` entries of each cell, in whole chunks."""

@@ -79,13 +79,13 @@ class Ledger:
 
     @property
     def state_bytes(self) -> int:
-        """Memory of a scorer between steps. Prompt policies have none."""
-        return 0
+        """Memory of a scorer between forwards: queries of a prompt that arrives in chunks. None once it is cut."""
+        return sum(b.state for b in self._bytes)
 
     @property
     def held_bytes(self) -> int:
         """Payload, slack, metadata and state."""
-        return sum(b.total for b in self._bytes) + self.state_bytes
+        return sum(b.total for b in self._bytes)
 
     @property
     def window_bytes(self) -> int:

@@ -31,16 +31,18 @@ class Bytes:
         payload: keys and values of held entries.
         slack: reserved and unused, or used for padding.
         metadata: offsets and positions.
+        state: what a scorer remembers between forwards.
     """
 
     payload: int = 0
     slack: int = 0
     metadata: int = 0
+    state: int = 0
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.payload + self.slack + self.metadata
+        return self.payload + self.slack + self.metadata + self.state
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +73,7 @@ class RaggedLayer:
         prefix: what was kept at the last cut; None before the first.
         tail: what came since; None if nothing did.
         high_water: most bytes held at once since the ledger last took note; the ledger sets it back.
+        state_bytes: what a scorer remembers for this layer, beside the store; whoever holds it writes it here.
     """
 
     def __init__(self) -> None:
@@ -79,11 +82,12 @@ class RaggedLayer:
         self.prefix: Prefix | None = None
         self.tail: Tail | None = None
         self.high_water = 0
+        self.state_bytes = 0
         self._lent: weakref.WeakSet[Held] = weakref.WeakSet()
 
     def reset(self) -> None:
         """Hold nothing, as after construction."""
-        self.batch = self.kv_heads = self.high_water = 0
+        self.batch = self.kv_heads = self.high_water = self.state_bytes = 0
         self.prefix = self.tail = None
 
     # -- writing ----------------------------------------------------------------------------------------------------
@@ -167,7 +171,7 @@ class RaggedLayer:
         """An independent layer with the same content. The prefix is shared; the tail is copied at the next write."""
         twin = RaggedLayer()
         twin.batch, twin.kv_heads = self.batch, self.kv_heads
-        twin.prefix = self.prefix
+        twin.prefix, twin.state_bytes = self.prefix, self.state_bytes
         twin.tail = None if self.tail is None else self.tail.share()
         return twin
 
@@ -295,7 +299,7 @@ class RaggedLayer:
             reserved = nbytes(self.tail.keys, self.tail.values)
             payload, slack = payload + used, reserved - used
             metadata += self.tail.nbytes - reserved
-        return Bytes(payload, slack, metadata)
+        return Bytes(payload, slack, metadata, self.state_bytes)
 
     @property
     def lent_bytes(self) -> int:
