@@ -43,6 +43,7 @@ def demo(
     target = None if out is None else writable(out, "--out")
 
     from kvkeep import demo as demonstration
+    from kvkeep.budget import Budget
     from kvkeep.cli.loading import load
     from kvkeep.data import load_demo
     from kvkeep.hf.models import model_sha256
@@ -52,6 +53,8 @@ def demo(
     ratios = compression_ratio or demonstration.RATIOS
     for name in policies:
         parse_policy(name)  # an unknown one is refused before the work begins
+    for ratio in ratios:
+        Budget(compression_ratio=ratio)
     document = load_demo()
     asked = demonstration.spread(document.questions, questions)
     loaded, tokenizer = load(model, dtype=dtype, device=device)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from kvkeep.budget import parse_bytes
+from kvkeep.budget import Budget, parse_bytes
 from kvkeep.errors import KvkeepError
 
 Protocol = Literal["query-agnostic", "query-aware"]
@@ -53,6 +53,17 @@ class BudgetOptions:
             "bytes": None if self.bytes is None else parse_bytes(self.bytes),
         }
         return {name: value for name, value in values.items() if value is not None}
+
+    def check(self, policy: Any) -> None:
+        """Refuse a budget that `policy` cannot be given, before a model is loaded or fetched.
+
+        Raises:
+            BudgetError: none, more than one, or one out of range; only `full` needs none.
+        """
+        from kvkeep.policies import Full
+
+        if self.given() or not isinstance(policy, Full):
+            Budget(**self.given())
 
 
 def read_text(path: str, option: str) -> str:

@@ -82,6 +82,8 @@ def run(
 
     seed = seed or 0
     chosen = None if policy is None else seeded_policy(policy, seed)
+    if load_cache is None:
+        budget.check(chosen)
     loaded, tokenizer = load(model, dtype=dtype, device=device)
     torch.manual_seed(seed)
     talk = conversation.Talk(None if json else stdout(), max_new_tokens)

@@ -41,7 +41,9 @@ def show(
     from kvkeep.cli.loading import load, working
     from kvkeep.hf.session import Session
     from kvkeep.hf.shading import kept_shares, shaded_pieces
+    from kvkeep.policies import parse_policy
 
+    budget.check(parse_policy(policy))
     loaded, tokenizer = load(model, dtype=dtype, device=device)
     session = Session(loaded, tokenizer, policy, **budget.given())
     with working("processing the text"):
