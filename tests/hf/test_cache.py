@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvkeep import BudgetError, CacheStateError, KeepCache, load_model
+from kvkeep import BudgetError, CacheStateError, KeepCache, Needs, PolicyError, detach, load_model
 from kvkeep.hf.support import CACHE_ARGUMENT
+from kvkeep.policies import Full
 from kvkeep.testing import fake_model
 
 from .tiny import tiny_model
@@ -127,3 +128,137 @@ def test_bytes_may_be_text() -> None:
     assert KeepCache(model, "knorm", bytes="64KiB").budget.bytes == 65536
     with pytest.raises(BudgetError, match="64MiB"):
         KeepCache(model, "knorm", bytes="a lot")
+
+
+class Interrupt(Exception):
+    """Stands for Ctrl-C in the middle of a forward."""
+
+
+def interrupted(model, cache, length: int, layer: int = 1) -> None:
+    def stop(*_: object) -> None:
+        raise Interrupt
+
+    hook = model.get_decoder().layers[layer].mlp.register_forward_pre_hook(stop)
+    with pytest.raises(Interrupt):
+        feed(model, cache, length)
+    hook.remove()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_an_interrupted_answer_can_be_undone_and_nothing_else(architecture: str, tmp_path: Path) -> None:
+    model = tiny_model(architecture)
+    cache = KeepCache(model, "snapkv[window=8]+ada", compression_ratio=0.5)
+    feed(model, cache, 40)
+    expected = feed(model, cache, 5)
+    cache.rewind()
+    interrupted(model, cache, 5)
+    assert cache.is_broken
+    for refused in (lambda: feed(model, cache, 1), lambda: cache.save(tmp_path / "x"), cache.fork, cache.mark):
+        with pytest.raises(CacheStateError, match=r"rewind\(\)"):
+            refused()
+    cache.rewind()
+    torch.testing.assert_close(feed(model, cache, 5), expected, rtol=0, atol=0)
+    cache.cut_next()
+    interrupted(model, cache, 5, layer=2)
+    with pytest.raises(CacheStateError, match="reset"):
+        cache.rewind()  # some layers were cut
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_a_loaded_cache_rewinds_to_its_cut(architecture: str, tmp_path: Path) -> None:
+    model = tiny_model(architecture)
+    cache = KeepCache(model, "snapkv[window=8]+ada", compression_ratio=0.5)
+    feed(model, cache, 40)
+    feed(model, cache, 5)
+    cache.save(tmp_path / "cache")
+    loaded = KeepCache.load(tmp_path / "cache", model)
+    for one in (cache, loaded):
+        assert one.get_seq_length() == 45
+        one.rewind()
+        assert one.get_seq_length() == 40
+    torch.testing.assert_close(feed(model, loaded, 3), feed(model, cache, 3), rtol=0, atol=0)
+
+
+def test_a_damaged_file_is_refused_wherever_the_damage_is(tmp_path: Path) -> None:
+    model = tiny_model("llama", torch.float32)
+    cache = KeepCache(model, "knorm", compression_ratio=0.5)
+    feed(model, cache, 40)
+    cache.save(tmp_path / "cache")
+    whole = (tmp_path / "cache").read_bytes()
+    for at in range(3, len(whole), max(1, len(whole) // 60)):
+        damaged = bytearray(whole)
+        damaged[at] ^= 4
+        (tmp_path / "damaged").write_bytes(bytes(damaged))
+        with pytest.raises(CacheStateError):
+            KeepCache.load(tmp_path / "damaged", model)
+    with pytest.raises(CacheStateError, match="which is none"):
+        cache.save(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda js: [j.valid for j in js], "at most .* entries in each row"),
+        (lambda js: [torch.zeros_like(j.valid) for j in js], "at least one in each row"),
+        (lambda js: [j.valid.float() for j in js], "a boolean mask of shape"),
+        (lambda js: [j.valid[..., :3] for j in js], "a boolean mask of shape"),
+        (lambda js: [], "1 masks"),
+        (lambda js: None, "received NoneType"),
+    ],
+)
+@pytest.mark.parametrize("scope", ["layer", "model"])
+def test_a_policy_whose_answer_is_none_is_refused(answer, message: str, scope: str) -> None:
+    class Wrong:
+        name = "wrong"
+
+        def __init__(self) -> None:
+            self.scope = scope
+
+        def needs(self) -> Needs:
+            return Needs()
+
+        def judge(self, observation):
+            return Full().judge(observation)
+
+        def choose(self, judgements):
+            return answer(judgements)
+
+    model = tiny_model("llama")
+    cache = KeepCache(model, Wrong(), entries=5)
+    with pytest.raises(PolicyError, match=message.replace("1 masks", "masks")):
+        feed(model, cache, 30)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+
+
+def test_a_chunk_may_be_padding_only() -> None:
+    model = tiny_model("llama")
+    ids = torch.randint(3, 128, (2, 20))
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[0, :15] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    whole = KeepCache(model, "snapkv[window=4]", compression_ratio=0.5)
+    expected = model.generate(ids, **options, **{CACHE_ARGUMENT: whole})
+    chunks = KeepCache(model, "snapkv[window=4]", compression_ratio=0.5, prompt_tokens=20)
+    assert torch.equal(model.generate(ids, **options, prefill_chunk_size=4, **{CACHE_ARGUMENT: chunks}), expected)
+    assert chunks.ledger.entries_per_cell == whole.ledger.entries_per_cell
+
+
+def test_a_cache_that_went_back_to_nothing_takes_other_rows() -> None:
+    model = tiny_model("llama")
+    cache = KeepCache(model, "knorm", entries=8)
+    cache.cut_on_request()
+    empty = cache.mark()
+    feed(model, cache, 5)
+    cache.rewind(empty)
+    feed(model, cache, 5, rows=2)
+    assert cache.ledger.entries_per_cell[0] == [[5, 5], [5, 5]]
+
+
+def test_detach_leaves_the_implementation_that_the_user_chose_last() -> None:
+    model = tiny_model("llama")
+    KeepCache(model, "full")
+    model.set_attn_implementation("eager")
+    feed(model, KeepCache(model, "knorm", entries=5), 20)
+    detach(model)
+    assert model.config._attn_implementation == "eager"

@@ -5,6 +5,7 @@ Commands import torch and transformers in their bodies, so that help is there at
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import warnings
@@ -39,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         went away. cyclopts itself exits with 1 on a command line that cannot be parsed.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a model may say what a terminal cannot show
     with warnings.catch_warnings():
         warnings.showwarning = show_warning
         try:

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvkeep.cli.options import Count, Device, Dtype, Json, ModelName, Texts, writable
+from kvkeep.cli.options import Count, Device, Dtype, Json, ModelName, Texts, writable, write_text
 from kvkeep.cli.output import print_json, stderr, stdout
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def demo(
         "rows": [row.to_dict() for row in rows],
     }
     if target is not None:
-        target.write_text(json_format.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_text(target, json_format.dumps(record, indent=2, ensure_ascii=False) + "\n", "--out")
     if json:
         print_json(record)
         return

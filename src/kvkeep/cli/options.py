@@ -73,7 +73,11 @@ def read_text(path: str, option: str) -> str:
         OptionError: it cannot be read, or is not UTF-8.
     """
     try:
-        return sys.stdin.read() if path == "-" else Path(path).expanduser().read_text(encoding="utf-8")
+        return (
+            sys.stdin.buffer.read().decode("utf-8")
+            if path == "-"
+            else Path(path).expanduser().read_text(encoding="utf-8")
+        )
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(
             expected=f"a text file in UTF-8 for {option}",
@@ -96,6 +100,22 @@ def writable(path: Path, option: str) -> Path:
             remedy="make the folder first" if not path.is_dir() else "name a file in it",
         )
     return path
+
+
+def write_text(path: Path, text: str, option: str) -> None:
+    """Write a file that `writable` found no fault with.
+
+    Raises:
+        OptionError: the system refuses it all the same.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OptionError(
+            expected=f"a file that can be written for {option}",
+            received=f"{path}: {error.strerror}",
+            remedy="choose another folder",
+        ) from None
 
 
 def seeded_policy(text: str, seed: int) -> Any:

@@ -26,8 +26,8 @@ def stderr() -> Console:
 
 
 def print_json(record: Mapping[str, Any]) -> None:
-    """One JSON object on stdout."""
-    sys.stdout.write(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+    """One JSON object on stdout, in ASCII: a pipe may have any encoding."""
+    sys.stdout.write(json.dumps(record, indent=2) + "\n")
 
 
 def print_error(error: KvkeepError, *, as_json: bool) -> None:

@@ -85,7 +85,7 @@ def run(
     if load_cache is None:
         budget.check(chosen)
     loaded, tokenizer = load(model, dtype=dtype, device=device)
-    torch.manual_seed(seed)
+    torch.manual_seed(seed % 2**63)
     talk = conversation.Talk(None if json else stdout(), max_new_tokens)
     if load_cache is not None:
         outcome = talk.resume(Session.load(load_cache.expanduser(), loaded, tokenizer), question)

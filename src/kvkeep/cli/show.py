@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvkeep.cli.options import BudgetOptions, Device, Dtype, ModelName, TextFile, read_text, writable
+from kvkeep.cli.options import BudgetOptions, Device, Dtype, ModelName, TextFile, read_text, writable, write_text
 from kvkeep.cli.output import note, size, stdout
 
 _DEFAULT_BUDGET = BudgetOptions()
@@ -65,7 +65,7 @@ def show(
         "held": f"{size(ledger.held_bytes)}, {ledger.fraction:.1%} of the full cache",
     }
     if target is not None:
-        target.write_text(shading.page(pieces, facts), encoding="utf-8")
+        write_text(target, shading.page(pieces, facts), "--html")
         note(f"written to {target}")
         return
     shading.print_shaded(stdout(), pieces, facts)

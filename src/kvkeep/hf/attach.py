@@ -73,7 +73,9 @@ def attach(model: Any) -> PreTrainedModel:
         )
     attention.register()
     _set_implementation(inner, attention.NAMES[former])
-    if attachment is None:
+    if attachment is not None:
+        attachment.former = former  # the implementation was changed since
+    else:
         names = list(inspect.signature(decoder.forward).parameters)
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

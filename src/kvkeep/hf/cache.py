@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kvkeep.budget import Budget, parse_bytes
-from kvkeep.errors import BudgetError, CacheStateError, UnsupportedError
+from kvkeep.errors import BudgetError, CacheStateError, PolicyError, UnsupportedError
 from kvkeep.hf import saving
 from kvkeep.hf.attach import attach
 from kvkeep.hf.layers import (
@@ -29,8 +29,9 @@ from kvkeep.hf.layers import (
 )
 from kvkeep.hf.policy_table import PolicyLike, policy_table
 from kvkeep.hf.support import check_rotary, plan_model, rope_switch, unwrap
-from kvkeep.policies import Full
-from kvkeep.store import Ledger
+from kvkeep.policies import Full, policy_string
+from kvkeep.policies.protocols import chosen_masks
+from kvkeep.store import Ledger, RaggedLayer
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,14 +91,14 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             compression_ratio = 0.0
         size = parse_bytes(bytes) if isinstance(bytes, str) else bytes
         self.budget = Budget(compression_ratio=compression_ratio, entries=entries, bytes=size)
-        if prompt_tokens is not None and prompt_tokens < 1:
+        if prompt_tokens is not None and (not isinstance(prompt_tokens, int) or prompt_tokens < 1):
             raise BudgetError(
-                expected="prompt_tokens of at least 1",
+                expected="prompt_tokens as a whole number of at least 1",
                 received=f"{prompt_tokens}",
                 remedy="leave it out for one forward",
             )
         self.prompt_tokens = prompt_tokens
-        self.protect = tuple(_span(span) for span in protect)
+        self.protect = tuple(_span(span) for span in protect or ())
         self.question = None if question is None else _span(question)
         self._plans = plans
         self._progress = Progress()
@@ -228,14 +229,14 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         steps = torch.ones(rows, new, dtype=torch.long) if valid is None else valid.cpu().long()
         positions = (torch.tensor(before)[:, None] + steps.cumsum(1) - 1).clamp(min=0)
         after = [length + int(count) for length, count in zip(before, steps.sum(1).tolist(), strict=True)]
-        if min(after) == 0:
-            raise CacheStateError(
-                expected="at least one token in every row", received="a row of padding only", remedy="leave the row out"
-            )
         self._check_positions(position_ids, positions, steps)
         self._check_rope_switch(progress.columns, progress.columns + new)
         self._check_rope_switch(max(before), max(after))
         cutting = self._cuts_now(new)
+        if cutting and min(after) == 0:
+            raise CacheStateError(
+                expected="at least one token in every row", received="a row of padding only", remedy="leave the row out"
+            )
         # A prompt in chunks gets its room at once, and until its last chunk.
         waiting = not self._cuts and (not cutting or progress.columns > 0)
         progress.forward = Forward(
@@ -264,11 +265,13 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             groups = len(layers[0].judged)
             masks: list[list[Tensor]] = [[] for _ in layers]
             for group in range(groups):
-                chosen = policy.choose(judgements[group::groups])
+                chosen = chosen_masks(policy, judgements[group::groups])
                 for kept, mask in zip(masks, chosen, strict=True):
                     kept.append(mask)
             for layer, kept in zip(layers, masks, strict=True):
                 layer.cut(kept)
+        if forward.cutting:
+            self._check_kept(forward.budgets)
         progress.lengths = forward.lengths
         progress.columns += self._new_columns
         if forward.cutting:
@@ -277,12 +280,12 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             self._marks.clear()
         progress.forward = None
         if forward.cutting:
-            self._mark_cut()
+            self._set_last_cut(self.mark())
 
-    def _mark_cut(self) -> None:
-        self._last_cut = self.mark()
-        for layer in self.sliding_layers:
-            layer.marked = (layer.keys, layer.values)
+    def _set_last_cut(self, mark: Mark) -> None:
+        self._last_cut = mark
+        for layer, (keys, values, _) in zip(self.sliding_layers, mark.windows, strict=True):
+            layer.marked = (keys, values)
 
     def cut_next(self, cut: bool = True) -> None:
         """Judge everything that is held, old and new, at the end of the next forward; false takes that back."""
@@ -314,7 +317,8 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         Raises:
             CacheStateError: nothing was cut yet, or the entries of the mark are gone.
         """
-        self._refuse_broken()
+        if self._progress.forward is not None and self._progress.forward.cutting:
+            self._refuse_broken()
         mark = mark if mark is not None else self._last_cut
         if mark is None or mark not in self._marks:
             raise CacheStateError(
@@ -329,6 +333,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         for sliding, window in zip(self.sliding_layers, mark.windows, strict=True):
             sliding.restore(window)
         self._progress.columns, self._progress.lengths = mark.columns, list(mark.lengths)
+        self._progress.forward = None  # a forward that only appended is undone, also half of one
         self._forget_later_marks()
         self._record_all()
 
@@ -427,8 +432,6 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     def save(self, path: str | Path) -> None:
         """Write the cache to a safetensors file that `KeepCache.load` reads in another process; see `saving.save`."""
-        self._refuse_broken()
-        self._refuse_unfinished()
         saving.save(self, Path(path))
 
     @classmethod
@@ -452,16 +455,44 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             "columns": self._progress.columns,
             "notes": self._progress.notes,
             "cuts": self._cuts,
+            "last_cut": None
+            if self._last_cut is None
+            else {
+                "columns": self._last_cut.columns,
+                "lengths": self._last_cut.lengths,
+                "tails": self._last_cut.tails,
+                "seen": [seen for _, _, seen in self._last_cut.windows],
+            },
         }
 
-    def import_progress(self, progress: dict[str, Any], peak_bytes: int) -> None:
-        """Go on from what `export_progress` gave; for `saving`."""
+    def last_windows(self) -> list[tuple[Tensor | None, Tensor | None]]:
+        """What each sliding layer held at the last cut; for `saving`."""
+        return [] if self._last_cut is None else [(keys, values) for keys, values, _ in self._last_cut.windows]
+
+    def import_progress(
+        self, progress: dict[str, Any], peak_bytes: int, windows: Sequence[tuple[Tensor | None, Tensor | None]]
+    ) -> None:
+        """Go on from what `export_progress` and `last_windows` gave; for `saving`."""
         self._progress.lengths, self._progress.columns = progress["lengths"], progress["columns"]
         self._progress.notes, self._cuts = progress["notes"], progress["cuts"]
+        cut = progress["last_cut"]
+        if cut is not None:
+            pairs = zip(windows, cut["seen"], strict=True)
+            mark = Mark(
+                columns=cut["columns"],
+                lengths=tuple(cut["lengths"]),
+                tails=tuple(cut["tails"]),
+                windows=tuple((keys, values, seen) for (keys, values), seen in pairs),
+            )
+            self._marks.add(mark)
+            self._set_last_cut(mark)
         self._ledger.restart()
         self._ledger.peak_bytes = peak_bytes
-        if self._cuts:
-            self._mark_cut()
+
+    def refuse_unusable(self) -> None:
+        """Raise where the cache is no whole text: after a failed forward, or in the middle of a prompt."""
+        self._refuse_broken()
+        self._refuse_unfinished()
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -506,7 +537,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             raise CacheStateError(
                 expected="a cache whose last forward went through",
                 received="one that an exception left with layers of different length",
-                remedy="call cache.reset() and process the text again, or use a fork made before",
+                remedy="call rewind() if nothing was being cut, else reset() and process the text again",
             )
         self._progress.forward = None  # one that was refused before a layer ran
 
@@ -560,7 +591,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         if position_ids is None or (position_ids.device.type != "cpu" and steps.shape[1] == 1):
             return  # no synchronisation with a device at every step of a generation
         given = position_ids.cpu()
-        if given.ndim != 2 or given.shape[1] != steps.shape[1]:
+        if given.ndim != 2 or given.shape[1] != steps.shape[1] or given.shape[0] not in (1, steps.shape[0]):
             raise UnsupportedError(
                 expected=f"position_ids of shape {tuple(steps.shape)}",
                 received=f"{tuple(given.shape)}",
@@ -573,7 +604,8 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             raise UnsupportedError(
                 expected=f"positions that go on from the {self._progress.columns} tokens seen",
                 received=f"{given[0, :4].tolist()}...",
-                remedy="leave position_ids out; packed sequences are not supported",
+                remedy="pass new tokens only, without position_ids (a text that the cache has seen wants a fresh "
+                "cache); packed sequences are not supported",
             )
 
     def _check_rope_switch(self, before: int, after: int) -> None:
@@ -607,6 +639,25 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
                 )
             spans.append((start, end))
         return spans
+
+    def _check_kept(self, budgets: Sequence[int]) -> None:
+        """A policy may share its budget as it likes; it may not exceed it.
+
+        Raises:
+            PolicyError: the layers of a policy hold more than its budget in some row.
+        """
+        for policy in self._table:
+            stores = [layer.store for layer in self.keep_layers if layer.policy == policy]
+            if isinstance(policy, Full):
+                continue
+            held = torch.stack([store.cell_counts().sum(1).cpu() for store in stores]).sum(0)
+            allowed = [budget * store_heads(stores) for budget in budgets]
+            if any(count > limit for count, limit in zip(held.tolist(), allowed, strict=True)):
+                raise PolicyError(
+                    expected=f"at most {allowed} entries in each row, the budget of {len(stores)} layers",
+                    received=f"{held.tolist()} from {policy_string(policy)}",
+                    remedy="choose no more than `judgement.budget` entries per cell on average",
+                )
 
     def _budgets(self, lengths: list[int]) -> list[int]:
         """Entries per cell on average, row by row, for the layers whose policy evicts.
@@ -645,13 +696,18 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         return budgets
 
 
+def store_heads(stores: Sequence[RaggedLayer]) -> int:
+    """KV heads of some layers together: the cells of one row."""
+    return sum(store.kv_heads for store in stores)
+
+
 def _span(span: Any) -> Span:
     if isinstance(span, range | slice) and span.step in (None, 1):
         return span.start, span.stop
     if isinstance(span, Sequence) and len(span) == 2 and all(isinstance(x, int | None) for x in span):
         return span[0], span[1]
     raise BudgetError(
-        expected="protected ranges as (start, end), with whole numbers or None as in a slice",
+        expected="a range of positions as (start, end), with whole numbers or None as in a slice",
         received=f"{span!r}",
         remedy="for example protect=[(0, 24), (-64, None)]",
     )

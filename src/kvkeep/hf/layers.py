@@ -20,7 +20,7 @@ from kvkeep.errors import CacheStateError, UnsupportedError
 from kvkeep.hf.attention import Handle, KeptLength
 from kvkeep.hf.support import output_weight_of, rotary_of
 from kvkeep.observation import Observation
-from kvkeep.policies.protocols import Judgement, PromptPolicy
+from kvkeep.policies.protocols import Judgement, PromptPolicy, chosen_masks
 from kvkeep.store import Held, RaggedLayer
 
 Span = tuple[int | None, int | None]
@@ -255,7 +255,7 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
             self.judged.append((held, judgement))
         self._queries.clear()
         if self.policy.scope == "layer":
-            self.cut([self.policy.choose([judgement])[0] for _, judgement in self.judged])
+            self.cut([chosen_masks(self.policy, [judgement])[0] for _, judgement in self.judged])
         self.progress.evict_seconds += time.perf_counter() - started
 
     def _observe(self, module: nn.Module, held: Held, scaling: float) -> Observation:

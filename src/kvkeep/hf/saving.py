@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -31,6 +31,14 @@ def save(cache: KeepCache, path: Path, *, session: dict[str, Any] | None = None)
         path: the file.
         session: the conversation that the cache belongs to, as JSON holds it; `load` does not need it.
     """
+    cache.refuse_unusable()
+    path = path.expanduser()
+    if path.exists() and not path.is_file():
+        raise CacheStateError(
+            expected="the path of a file",
+            received=f"{path}, which is none",
+            remedy="name a file in a folder that exists",
+        )
     tensors: dict[str, Tensor] = {}
     for index, layer in enumerate(cache.keep_layers):
         used = layer.store.fork()
@@ -40,6 +48,10 @@ def save(cache: KeepCache, path: Path, *, session: dict[str, Any] | None = None)
         if sliding.keys is not None and sliding.values is not None:
             tensors[f"window.{index}.keys"] = sliding.keys.contiguous()
             tensors[f"window.{index}.values"] = sliding.values.contiguous()
+    for index, (keys, values) in enumerate(cache.last_windows()):
+        # What `rewind` goes back to, where tokens have come since.
+        if keys is not None and values is not None and keys is not cache.sliding_layers[index].keys:
+            tensors[f"cut.{index}.keys"], tensors[f"cut.{index}.values"] = keys.contiguous(), values.contiguous()
     facts = {
         "schema_version": SCHEMA_VERSION,
         "model": weights_fingerprint(cache.model),
@@ -54,10 +66,10 @@ def save(cache: KeepCache, path: Path, *, session: dict[str, Any] | None = None)
         "seen": [sliding.cumulative_length for sliding in cache.sliding_layers],
         "session": session,
     }
-    path = path.expanduser()
+    text = json.dumps(facts)
     temporary = path.with_name(path.name + ".partial")
     try:
-        save_file(tensors, temporary, metadata={"kvkeep": json.dumps(facts)})
+        save_file(tensors, temporary, metadata={"kvkeep": text, "sha256": _sha256(text, tensors)})
         temporary.replace(path)
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
@@ -89,16 +101,18 @@ def load(kind: type[KeepCache], path: Path, model: Any, policy: PolicyLike | Non
         **facts["budget"],
     )
     device = model.device
+    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
     for index, layer in enumerate(cache.keep_layers):
         start = f"layer.{index}."
-        mine = {name[len(start) :]: t.to(device) for name, t in tensors.items() if name.startswith(start)}
+        mine = {name[len(start) :]: tensor for name, tensor in tensors.items() if name.startswith(start)}
         layer.store.load_tensors(mine, facts["batch"][index], facts["kv_heads"][index])
         layer.is_initialized = True
+    windows = []
     for index, sliding in enumerate(cache.sliding_layers):
-        pair = (tensors.get(f"window.{index}.keys"), tensors.get(f"window.{index}.values"))
-        keys, values = (None if tensor is None else tensor.to(device) for tensor in pair)
+        keys, values = (tensors.get(f"window.{index}.{name}") for name in ("keys", "values"))
         sliding.restore((keys, values, facts["seen"][index]))
-    cache.import_progress(facts["progress"], facts["peak_bytes"])
+        windows.append((tensors.get(f"cut.{index}.keys", keys), tensors.get(f"cut.{index}.values", values)))
+    cache.import_progress(facts["progress"], facts["peak_bytes"], windows)
     return cache
 
 
@@ -115,25 +129,36 @@ def read_session(path: Path) -> dict[str, Any]:
 
 
 def _read_facts(path: Path) -> dict[str, Any]:
-    with _opened(path) as file:
-        facts: dict[str, Any] = json.loads((file.metadata() or {})["kvkeep"])
-        return facts
+    return _read(path)[0]
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    facts = _read_facts(path)
-    with _opened(path) as file:
-        return facts, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+    """The facts and the tensors of a file, checked against the hash that was written with them."""
     try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (OSError, KeyError, ValueError, SafetensorError) as error:
-        raise CacheStateError(
-            expected="a whole file that KeepCache.save wrote",
-            received=f"{path}: {error}",
-            remedy="save the cache again",
-        ) from None
+        with safe_open(path.expanduser(), framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _damaged(path, str(error)) from None
+    text = metadata.get("kvkeep", "")
+    if not text or metadata.get("sha256") != _sha256(text, tensors):
+        raise _damaged(path, "a file with other bytes than were saved" if text else "a file of something else")
+    facts: dict[str, Any] = json.loads(text)
+    return facts, tensors
+
+
+def _sha256(text: str, tensors: dict[str, Tensor]) -> str:
+    hasher = hashlib.sha256(text.encode())
+    for name, tensor in sorted(tensors.items()):
+        hasher.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        if tensor.numel():
+            hasher.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return hasher.hexdigest()
+
+
+def _damaged(path: Path, received: str) -> CacheStateError:
+    return CacheStateError(
+        expected="a whole file that KeepCache.save wrote",
+        received=f"{path}: {received}",
+        remedy="save the cache again",
+    )

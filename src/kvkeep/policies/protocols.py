@@ -268,6 +268,38 @@ def check_scores(scores: Tensor, observation: Observation, name: str) -> None:
         )
 
 
+def chosen_masks(policy: PromptPolicy, judgements: Sequence[Judgement]) -> list[Tensor]:
+    """What a policy chooses, checked: for each judgement a mask `[B, H_kv, N]` of the entries that stay.
+
+    Raises:
+        PolicyError: too few or too many masks, one of the wrong type or shape, one that names an entry which is not
+            held, or one that leaves a row without any.
+    """
+    masks, name = policy.choose(judgements), type(policy).__name__
+    if not isinstance(masks, Sequence) or len(masks) != len(judgements):
+        raise PolicyError(
+            expected=f"{len(judgements)} masks from {name}, one for each judgement",
+            received=f"{len(masks)}" if isinstance(masks, Sequence) else f"{type(masks).__name__}",
+            remedy="return a list with a mask [B, H_kv, N] for each judgement",
+        )
+    for mask, judgement in zip(masks, judgements, strict=True):
+        expected = tuple(judgement.valid.shape)
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) != expected:
+            shape = f"{mask.dtype} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+            raise PolicyError(
+                expected=f"a boolean mask of shape {expected} from {name}",
+                received=f"{shape} in layer {judgement.layer}",
+                remedy="true stands for an entry that stays",
+            )
+        if bool((mask & ~judgement.valid).any()) or not bool(mask.flatten(1).any(1).all()):
+            raise PolicyError(
+                expected=f"a mask from {name} of entries that are held, at least one in each row",
+                received=f"entries that are not there, or none, in layer {judgement.layer}",
+                remedy="leave out what is not `valid`, and keep something",
+            )
+    return list(masks)
+
+
 @dataclass(frozen=True)
 class Full:
     """Keeps everything. The yardstick of every comparison, and the policy of layers that must not be cut."""
