@@ -109,7 +109,7 @@ def test_text_shows_answers_and_counts_in_80_columns(run):
 
 def test_the_text_may_come_from_stdin(run, monkeypatch):
     expected = run("--question", "When?", "--json").json
-    monkeypatch.setattr("sys.stdin", io.StringIO(TEXT))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
     assert run("--question", "When?", "--json", text="-").json["answers"] == expected["answers"]
 
 

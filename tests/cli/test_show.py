@@ -55,8 +55,8 @@ def cut(request):
     with torch.no_grad():
         model(ids, use_cache=True, **{CACHE_ARGUMENT: cache})
     return cache, {
-        (keep.index, head): set(cache.kept_positions(at, head=head).tolist())
-        for at, keep in enumerate(cache.keep_layers)
+        (keep.index, head): set(cache.kept_positions(keep.index, head=head).tolist())
+        for keep in cache.keep_layers
         for head in range(2)
     }
 

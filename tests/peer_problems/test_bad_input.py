@@ -67,8 +67,11 @@ def test_unknown_policies_parts_and_options_are_answered_with_near_names(
         ({"bytes": 0}, "whole number of bytes"),
         ({"entries": True}, "received True"),
         ({"compression_ratio": "0.5"}, "received '0.5'"),
-        ({"compression_ratio": 0.5, "prompt_tokens": 0}, "prompt_tokens of at least 1"),
-        *(({"entries": 8, "protect": [span]}, "expected protected ranges") for span in (3, "ab", (0.5, 2), (1, 2, 3))),
+        ({"compression_ratio": 0.5, "prompt_tokens": 0}, "prompt_tokens as a whole number"),
+        *(
+            ({"entries": 8, "protect": [span]}, "expected a range of positions")
+            for span in (3, "ab", (0.5, 2), (1, 2, 3))
+        ),
     ],
 )
 def test_budgets_that_make_no_sense_are_refused(llama: PreTrainedModel, budget: dict[str, Any], message: str) -> None:

@@ -330,6 +330,8 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             )
         for layer, tail in zip(self.keep_layers, mark.tails, strict=True):
             layer.store.rewind(tail)
+            if not mark.columns:
+                layer.store.reset()  # empty again: the next text may have other rows
         for sliding, window in zip(self.sliding_layers, mark.windows, strict=True):
             sliding.restore(window)
         self._progress.columns, self._progress.lengths = mark.columns, list(mark.lengths)
@@ -537,7 +539,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             raise CacheStateError(
                 expected="a cache whose last forward went through",
                 received="one that an exception left with layers of different length",
-                remedy="call rewind() if nothing was being cut, else reset() and process the text again",
+                remedy="call cache.reset() and process the text again; cache.rewind() will do if nothing was being cut",
             )
         self._progress.forward = None  # one that was refused before a layer ran
 

@@ -151,9 +151,6 @@ class RaggedLayer:
             )
         if self.tail is not None:
             self.tail.rewind(tail_length)
-        if tail_length == 0 and self.prefix is None:  # empty again: the next text may have other rows
-            self.tail = None
-            self.batch = self.kv_heads = 0
 
     def trim(self) -> None:
         """Give back the slack of the tail."""
