@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
@@ -19,6 +20,7 @@ from kvkeep import KeepCache
 from kvkeep.hf.support import CACHE_ARGUMENT
 
 _NAME = "dense_reference"
+_kernel = ["eager"]  # or "sdpa": the two ways in which transformers computes attention
 _evicted: dict[int, tuple[int, Tensor]] = {}  # layer -> (columns at the cut, [B, H_kv, columns] true where evicted)
 
 
@@ -33,22 +35,26 @@ def _attention(
 ) -> tuple[Tensor, None]:
     group = query.shape[1] // key.shape[1]
     keys, values = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
-    logits = query @ keys.transpose(2, 3) * scaling
     count, held = query.shape[2], key.shape[2]
-    if attention_mask is not None:
-        logits = logits.masked_fill(~attention_mask, -torch.inf)
-    else:
-        later = torch.ones(count, held, dtype=torch.bool).triu(held - count + 1)
-        logits = logits.masked_fill(later, -torch.inf)
+    visible = attention_mask
+    if visible is None:
+        visible = torch.ones(count, held, dtype=torch.bool).tril(held - count)[None, None]
     if module.layer_idx in _evicted:
         cut, gone = _evicted[module.layer_idx]
         hidden = torch.zeros(*gone.shape[:2], held, dtype=torch.bool)
         hidden[..., :cut] = gone
         first_query = held - count
         if first_query >= cut:  # tokens of the prompt itself saw everything
-            logits = logits.masked_fill(hidden.repeat_interleave(group, dim=1)[:, :, None], -torch.inf)
-    weights = logits.softmax(-1).nan_to_num(0.0)
-    return (weights @ values).transpose(1, 2).contiguous(), None
+            visible = visible & ~hidden.repeat_interleave(group, dim=1)[:, :, None]
+    if _kernel[0] == "sdpa":
+        whole = attention_mask is None and count == held  # then transformers asks for a causal kernel
+        output = scaled_dot_product_attention(
+            query, keys, values, attn_mask=None if whole else visible, is_causal=whole, scale=scaling
+        )
+    else:
+        logits = (query @ keys.transpose(2, 3) * scaling).masked_fill(~visible, -torch.inf)
+        output = logits.softmax(-1).nan_to_num(0.0) @ values
+    return output.transpose(1, 2).contiguous(), None
 
 
 @contextmanager
@@ -82,7 +88,11 @@ def dense_with_evictions(model: PreTrainedModel, cache: KeepCache | None) -> Ite
 
 
 def dense_logits(
-    model: PreTrainedModel, cache: KeepCache | None, pieces: list[Tensor], masks: list[Tensor | None] | None = None
+    model: PreTrainedModel,
+    cache: KeepCache | None,
+    pieces: list[Tensor],
+    masks: list[Tensor | None] | None = None,
+    kernel: str = "eager",
 ) -> list[Tensor]:
     """Logits of each piece of text after the first, which is the prompt; all with a DynamicCache.
 
@@ -91,7 +101,9 @@ def dense_logits(
         cache: tells what is evicted after the first piece.
         pieces: token ids `[B, n]`.
         masks: attention masks for each piece, over everything up to its end.
+        kernel: `eager` or `sdpa`.
     """
+    _kernel[0] = kernel
     full = DynamicCache(config=model.config)
     logits = []
     with torch.no_grad(), dense_with_evictions(model, cache):
