@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,20 +23,6 @@ from transformers.cache_utils import Cache
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf import attention
 from kvkeep.hf.support import check_model, unwrap
-
-
-class Attendable(Protocol):
-    """A cache that wants to know of a forward before and after it."""
-
-    def begin_forward(
-        self, decoder: nn.Module, shape: tuple[int, int], mask: Tensor | None, position_ids: Tensor | None
-    ) -> None:
-        """`shape` is (rows, new tokens); mask `[B, seen + new]`; position_ids `[B or 1, new]`."""
-        ...
-
-    def finish_forward(self) -> None:
-        """All layers went through."""
-        ...
 
 
 @dataclass

@@ -31,7 +31,7 @@ from kvkeep.hf.policy_table import PolicyLike, policy_table
 from kvkeep.hf.support import check_rotary, plan_model, rope_switch, unwrap
 from kvkeep.policies import Full, policy_string
 from kvkeep.policies.protocols import chosen_masks
-from kvkeep.store import Ledger, RaggedLayer
+from kvkeep.store import Ledger
 
 
 @dataclass(frozen=True, eq=False)
@@ -648,12 +648,14 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         Raises:
             PolicyError: the layers of a policy hold more than its budget in some row.
         """
-        for policy in self._table:
-            stores = [layer.store for layer in self.keep_layers if layer.policy == policy]
-            if isinstance(policy, Full):
-                continue
+        waiting = [layer for layer in self.keep_layers if not isinstance(layer.policy, Full)]
+        while waiting:
+            policy = waiting[0].policy
+            stores = [layer.store for layer in waiting if layer.policy == policy]
+            waiting = [layer for layer in waiting if layer.policy != policy]
             held = torch.stack([store.cell_counts().sum(1).cpu() for store in stores]).sum(0)
-            allowed = [budget * store_heads(stores) for budget in budgets]
+            cells = sum(store.kv_heads for store in stores)
+            allowed = [budget * cells for budget in budgets]
             if any(count > limit for count, limit in zip(held.tolist(), allowed, strict=True)):
                 raise PolicyError(
                     expected=f"at most {allowed} entries in each row, the budget of {len(stores)} layers",
@@ -696,11 +698,6 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
                 )
             budgets.append(entries)
         return budgets
-
-
-def store_heads(stores: Sequence[RaggedLayer]) -> int:
-    """KV heads of some layers together: the cells of one row."""
-    return sum(store.kv_heads for store in stores)
 
 
 def _span(span: Any) -> Span:
