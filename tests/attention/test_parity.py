@@ -15,10 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvkeep.attention import attend, attend_prompt, dispatch, joint
-from kvkeep.attention.dispatch import PATHS, VARIABLE
+from kvkeep.attention import attend, attend_prompt, dispatch, joint, native
+from kvkeep.attention.dispatch import VARIABLE
 from kvkeep.errors import UnsupportedError
 from kvkeep.store import RaggedLayer
+
+from .paths import PATH_PARAMETERS, PATHS
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -135,7 +137,7 @@ def rms_error(ours: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", PATH_PARAMETERS)
 def test_paths_agree_with_dense_attention(path: str, shape: Shape, dtype: torch.dtype) -> None:
     case = make(shape, dtype)
     ours = PATHS[path](case.query, case.layer, case.scaling)
@@ -214,7 +216,7 @@ def test_p85_padding_of_a_rectangle_has_no_weight(dtype: torch.dtype, monkeypatc
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", PATH_PARAMETERS)
 def test_p85_padding_in_the_tail_has_no_weight(path: str, dtype: torch.dtype) -> None:
     case = make(SHAPES["ragged, padding"], dtype)
     before = PATHS[path](case.query, case.layer, case.scaling)
@@ -228,7 +230,7 @@ def test_p85_padding_in_the_tail_has_no_weight(path: str, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", PATH_PARAMETERS)
 def test_one_cells_values_do_not_reach_another(path: str, dtype: torch.dtype) -> None:
     """A weight of zero does not stop an infinite value, so a short cell must not be filled up with its neighbour's."""
     case = make(SHAPES["heads of 3 and 9 entries"], dtype)
@@ -240,7 +242,7 @@ def test_one_cells_values_do_not_reach_another(path: str, dtype: torch.dtype) ->
     assert after[:, 1].isinf().all()
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", PATH_PARAMETERS)
 def test_a_nan_that_is_seen_is_shown(path: str) -> None:
     """Padding is the only reason for zeros; an error of the model must not be hidden behind them."""
     case = make(SHAPES["ragged, padding"], torch.float32)
@@ -252,12 +254,12 @@ def test_a_nan_that_is_seen_is_shown(path: str) -> None:
     assert ours[1:].isfinite().all()
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", PATH_PARAMETERS)
 def test_p01_large_keys_are_finite_in_float16(path: str) -> None:
     """A dot product beyond 65504 overflows float16 before it is scaled."""
     case = make(SHAPES["ragged, many queries"], torch.float16, spread=60.0)
-    assert case.layer.keys is not None
-    assert (case.query[0, 0].double() @ case.layer.keys[:13].double().T).abs().max() > 65504
+    assert case.layer.prefix is not None
+    assert (case.query[0, 0].double() @ case.layer.prefix.keys[:13].double().T).abs().max() > 65504
     ours = PATHS[path](case.query, case.layer, case.scaling)
     assert ours.isfinite().all()
     assert rms_error(ours, case.expected) < TOLERANCE[torch.float16]
@@ -309,7 +311,7 @@ def seen_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return called
 
 
-@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("name", PATH_PARAMETERS)
 def test_the_environment_selects(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make(SHAPES["decode"], torch.float32)
     called = seen_by(monkeypatch)
@@ -322,6 +324,7 @@ def test_the_environment_selects(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_layer_selects(shape: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make(SHAPES[shape], torch.float32)
     called = seen_by(monkeypatch)
+    monkeypatch.setattr(native, "suits", lambda query, layer: False)
     monkeypatch.delenv(VARIABLE, raising=False)
     attend(case.query, case.layer, case.scaling)
     assert called == [expected]
@@ -330,5 +333,5 @@ def test_the_layer_selects(shape: str, expected: str, monkeypatch: pytest.Monkey
 def test_an_unknown_path_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make(SHAPES["decode"], torch.float32)
     monkeypatch.setenv(VARIABLE, "paded")
-    with pytest.raises(UnsupportedError, match=r"'paded'; did you mean 'padded'.*cells, padded, reference"):
+    with pytest.raises(UnsupportedError, match=r"'paded'; did you mean 'padded'.*cells, native, padded, reference"):
         attend(case.query, case.layer, case.scaling)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kvkeep import KeepCache
-from kvkeep.attention.dispatch import PATHS
 from kvkeep.store import RaggedLayer
 
+from ..attention.paths import PATH_PARAMETERS, PATHS
 from ..hf.dense_reference import dense_logits, kept_logits
 from ..hf.tiny import tiny_model
 from .common import EVICTING, SHAPES, held, text
@@ -48,7 +48,7 @@ def ragged_store(counts: tuple[int, int], scale: float, dtype: torch.dtype) -> R
     return store
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", PATH_PARAMETERS)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_p01_products_beyond_the_range_of_half_precision_are_finite(path: str, dtype: torch.dtype) -> None:
     """Elsewhere: q.k overflows fp16 before it is scaled: inf - inf. Right: finite, as transformers' SDPA is."""
@@ -72,7 +72,7 @@ def test_p04_a_seed_gives_the_same_set_in_every_dtype(dtype: torch.dtype) -> Non
     assert sets[0][0][0] != sets[0][0][1], "heads draw their own numbers"
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", PATH_PARAMETERS)
 @pytest.mark.parametrize("counts", [(3, 9), (9, 3), (1, 20), (5, 5)])
 def test_p85_padding_between_ragged_heads_has_no_weight(path: str, counts: tuple[int, int]) -> None:
     """Elsewhere: short heads are padded with zeros that get softmax weight. Right: each head as if it were alone."""

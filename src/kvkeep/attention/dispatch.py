@@ -1,4 +1,4 @@
-"""Picks the attention path: `KVKEEP_ATTENTION=reference|padded|cells`, or the one that suits the layer."""
+"""Picks the attention path: what `KVKEEP_ATTENTION` names, or the one that suits the layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from kvkeep.attention import cells, padded, reference
+from kvkeep.attention import cells, native, padded, reference
 from kvkeep.errors import UnsupportedError, near_names
 from kvkeep.store import RaggedLayer
 
@@ -17,6 +17,7 @@ PATHS: Mapping[str, Callable[[Tensor, RaggedLayer, float], Tensor]] = {
     "reference": reference.attend,
     "padded": padded.attend,
     "cells": cells.attend,
+    "native": native.attend,
 }
 
 
@@ -24,14 +25,31 @@ def attend(query: Tensor, layer: RaggedLayer, scaling: float) -> Tensor:
     """Attention of the newest tokens over everything that the layer holds; see `reference.attend`.
 
     Raises:
-        UnsupportedError: `KVKEEP_ATTENTION` names no path.
+        UnsupportedError: `KVKEEP_ATTENTION` names no path, or one that cannot serve this layer.
     """
-    name = os.environ.get(VARIABLE) or ("padded" if layer.is_uniform else "cells")
-    if name not in PATHS:
+    return PATHS[_named_path(query, layer) or _best_path(query, layer)](query, layer, scaling)
+
+
+def _best_path(query: Tensor, layer: RaggedLayer) -> str:
+    if native.suits(query, layer):
+        return "native"
+    return "padded" if layer.is_uniform else "cells"
+
+
+def _named_path(query: Tensor, layer: RaggedLayer) -> str | None:
+    name = os.environ.get(VARIABLE)
+    if name and name not in PATHS:
         raise UnsupportedError(
             expected=f"{VARIABLE} to name an attention path", received=f"{name!r}", remedy=near_names(name, PATHS)
         )
-    return PATHS[name](query, layer, scaling)
+    if name == "native" and not native.can_attend(query, layer):
+        raise UnsupportedError(
+            expected="compiled attention, and a layer on the CPU whose keys and values are of one type and size",
+            received=f"{query.dtype} on {query.device}, compiled code for {native.instruction_sets() or 'nothing'}",
+            remedy=f"unset {VARIABLE}: each layer then takes the path that suits it; or reinstall kvkeep where there "
+            "is a C++ compiler",
+        )
+    return name
 
 
 def attend_prompt(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:

@@ -1,0 +1,146 @@
+"""What the scripts here share: both sides measured alternately in one run, claims from claims.toml, one report.
+
+A script prints the raw milliseconds of both sides, then one line of JSON: `name, ratios, must_reach, passed`. It checks
+that both sides compute the same before it measures, and refuses to report where they do not. `--quick` measures less,
+against the same thresholds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CLAIMS = Path(__file__).with_name("claims.toml")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a script must reach.
+
+    Attributes:
+        name: of the script.
+        cell: what is measured, in words.
+        runs: of each side.
+        must_reach: ratios that must be at least so large.
+        at_most: ratios that must be at most so large.
+        exactly: ratios that must be just so large.
+    """
+
+    name: str
+    cell: str
+    runs: int
+    must_reach: Mapping[str, float]
+    at_most: Mapping[str, float]
+    exactly: Mapping[str, float]
+
+    @classmethod
+    def read(cls, name: str) -> Claim:
+        table = tomllib.loads(CLAIMS.read_text())[name]
+        return cls(
+            name=name,
+            cell=table["cell"],
+            runs=table["runs"],
+            must_reach=table.get("must_reach", {}),
+            at_most=table.get("at_most", {}),
+            exactly=table.get("exactly", {}),
+        )
+
+    def holds(self, name: str, ratio: float) -> bool | None:
+        """Whether a ratio is what was claimed; None where nothing was."""
+        if name in self.must_reach:
+            return ratio >= self.must_reach[name]
+        if name in self.at_most:
+            return ratio <= self.at_most[name]
+        if name in self.exactly:
+            return ratio == self.exactly[name]
+        return None
+
+
+def arguments(claim: Claim, parser: argparse.ArgumentParser | None = None) -> argparse.Namespace:
+    """The command line; adds `quick` and `runs`."""
+    parser = parser or argparse.ArgumentParser(description=claim.cell)
+    parser.add_argument("--quick", action="store_true", help="a smaller version, in under a minute")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    options.runs = max(5, claim.runs // 3) if options.quick else claim.runs
+    print(f"{claim.name}: {claim.cell}")
+    print(
+        f"torch {torch.__version__}, {options.threads} threads, {platform.machine()}, "
+        f"{options.runs} alternating runs of each side"
+    )
+    return options
+
+
+def alternate(
+    sides: Mapping[str, Callable[[], object]], runs: int, *, warm_up: int = 2, progress: str = ""
+) -> dict[str, list[float]]:
+    """Milliseconds of each run of each side, measured in turns, so that a noisy minute hits both."""
+    taken: dict[str, list[float]] = {name: [] for name in sides}
+    for run in range(-warm_up, runs):
+        for name, side in sides.items():
+            started = time.perf_counter()
+            side()
+            if run >= 0:
+                taken[name].append(1000 * (time.perf_counter() - started))
+        if progress and sys.stderr.isatty():
+            print(f"\r{progress}: {max(0, run + 1)}/{runs}", end="" if run + 1 < runs else "\n", file=sys.stderr)
+    return taken
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+def show(title: str, taken: Mapping[str, Sequence[float]]) -> None:
+    """Print the milliseconds of all sides: median, least and most."""
+    print(f"\n{title} (ms: median, min, max)")
+    for name, values in taken.items():
+        print(f"  {name:<44} {median(values):10.3f} {min(values):10.3f} {max(values):10.3f}")
+
+
+def require_parity(what: str, difference: float, allowed: float) -> None:
+    """Refuse to measure two sides that do not compute the same."""
+    if not difference <= allowed:
+        raise SystemExit(f"{what}: the sides differ by {difference:.3g}, more than {allowed:.3g}; nothing is reported")
+    print(f"parity, {what}: {difference:.2g} (at most {allowed:.2g})")
+
+
+def report(claim: Claim, ratios: Mapping[str, float], **more: Any) -> None:
+    """Print the ratios against the claim, and the last line; exit with 1 where the claim does not hold."""
+    print()
+    unknown = [n for n in (*claim.must_reach, *claim.at_most, *claim.exactly) if n not in ratios]
+    passed = not unknown
+    for name, ratio in ratios.items():
+        held = claim.holds(name, ratio)
+        passed = passed and held is not False
+        wanted = {
+            **{n: f">= {v:g}" for n, v in claim.must_reach.items()},
+            **{n: f"<= {v:g}" for n, v in claim.at_most.items()},
+            **{n: f"== {v:g}" for n, v in claim.exactly.items()},
+        }.get(name, "")
+        print(f"  {name:<44} {ratio:10.3f} {wanted:>8}  {'' if held is None else 'reached' if held else 'NOT REACHED'}")
+    for name in unknown:
+        print(f"  {name:<44} not measured")
+    line = {
+        "name": claim.name,
+        "ratios": {name: round(ratio, 4) for name, ratio in ratios.items()},
+        "must_reach": dict(claim.must_reach),
+        **({"at_most": dict(claim.at_most)} if claim.at_most else {}),
+        **({"exactly": dict(claim.exactly)} if claim.exactly else {}),
+        "passed": passed,
+        **more,
+    }
+    print(json.dumps(line))
+    raise SystemExit(0 if passed else 1)

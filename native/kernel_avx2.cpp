@@ -1,0 +1,2 @@
+#define KVKEEP_ISA avx2
+#include "kernel.h"

@@ -1,0 +1,2 @@
+#define KVKEEP_ISA avx512
+#include "kernel.h"

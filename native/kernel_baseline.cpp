@@ -1,0 +1,2 @@
+#define KVKEEP_ISA baseline
+#include "kernel.h"
