@@ -2,35 +2,89 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
+import sys
+import tomllib
 import warnings
+from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
-from kvkeep.policies import part_types
-from kvkeep.policies.registry import available_policies
+from kvkeep.policies import (
+    available_policies,
+    options_of,
+    parse_policy,
+    part_types,
+    policy_string,
+    registry,
+    summary_of,
+)
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
 POLICIES_PAGE = ROOT / "docs" / "policies.md"
 
 
+def blocks(page: Path, kind: str) -> list[str]:
+    """The code blocks of a page in one language."""
+    return re.findall(rf"^```{kind}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
 def examples(page: Path) -> str:
     """All Python blocks of a page as one program."""
-    return "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE))
+    return "\n".join(blocks(page, "python"))
 
 
-@pytest.mark.real
-@pytest.mark.parametrize("page", [p for p in PAGES if "import kvkeep" in examples(p)], ids=lambda p: p.name)
+def run(code: str, page: Path, module: dict[str, Any]) -> None:
+    """As a file of its own, without this file's `from __future__`."""
+    exec(compile(code, str(page), "exec", dont_inherit=True), module)
+
+
+def pages_with_examples() -> list[Any]:
+    """Those that load a model by its name take a while."""
+    pages = [page for page in PAGES if "import kvkeep" in examples(page)]
+    slow = {page: "load_model" in examples(page) for page in pages}
+    return [pytest.param(p, marks=[pytest.mark.real] if slow[p] else [], id=p.name) for p in pages]
+
+
+@pytest.fixture
+def clean_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages may register policies."""
+    monkeypatch.setattr(registry, "_policies", dict(registry._policies))
+    monkeypatch.setattr(registry, "_parts", dict(registry._parts))
+
+
+@pytest.mark.usefixtures("clean_registry")
+@pytest.mark.parametrize("page", pages_with_examples())
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():
         # The pages use the name that all supported versions of transformers take; the newest warns at it.
         warnings.filterwarnings("ignore", message=".*past_key_values.* is deprecated", category=FutureWarning)
-        exec(compile(examples(page), str(page), "exec"), {"__name__": "example"})
+        run(examples(page), page, {"__name__": "example"})
+
+
+def test_the_entry_point_of_the_page_on_own_policies_leads_to_its_policy(
+    clean_registry: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first block is the module, the TOML block installs it."""
+    page = ROOT / "docs" / "own-policy.md"
+    module = ModuleType("my_policies")
+    monkeypatch.setitem(sys.modules, "my_policies", module)
+    run(blocks(page, "python")[0], page, module.__dict__)
+    points = tomllib.loads(blocks(page, "toml")[0])["project"]["entry-points"]
+    installed = [
+        EntryPoint(name, value, registry.ENTRY_POINTS) for name, value in points[registry.ENTRY_POINTS].items()
+    ]
+    monkeypatch.setattr(registry, "entry_points", lambda group: installed)
+    monkeypatch.setattr(registry, "_plugins_are_in", False)
+    policy = parse_policy("value-aware[window=8]")
+    assert policy_string(policy) == "value-aware[window=8]"
+    assert available_policies()["value-aware"].summary.startswith("Attention from the end of the text")
 
 
 def policies_page() -> str:
@@ -41,9 +95,8 @@ def policies_page() -> str:
         lines.append(f"| `{entry.name}` | {entry.summary} | {options or '-'} | {entry.paper or '-'} |")
     lines += ["", "| part | what it does | options |", "|---|---|---|"]
     for name, part in part_types().items():
-        summary = (part.__doc__ or "").split("\n")[0].rstrip(".")
-        options = ", ".join(f"`{f.name}={f.default}`" for f in dataclasses.fields(part))
-        lines.append(f"| `{name}` | {summary} | {options or '-'} |")
+        options = ", ".join(f"`{option}={value}`" for option, value in options_of(part()).items())
+        lines.append(f"| `{name}` | {summary_of(part)} | {options or '-'} |")
     return "\n".join(lines)
 
 

@@ -128,13 +128,11 @@ def test_summaries_are_shared_where_only_protection_changes():
     assert not torch.equal(other.attention_rows(5), rows)
 
 
-def test_recent_and_ratio():
+def test_recent_entries():
     observation = random_observation(length=50, budget=10, ragged=True)
     recent = observation.recent(3)
     assert (recent.sum(-1) == 3).all()
     assert observation.positions[recent].unique().tolist() == [47, 48, 49]
-    assert observation.compression_ratio == 0.8
-    assert replace(observation, budget=60).compression_ratio == 0
     assert observation.protected_or_none().sum() == 0
 
 

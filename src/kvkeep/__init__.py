@@ -19,10 +19,13 @@ if TYPE_CHECKING:
         KvkeepError,
         ModelFileError,
         PolicyError,
+        ResultsError,
+        TaskError,
         UnsupportedError,
     )
     from kvkeep.hf.attach import attached, detach
     from kvkeep.hf.cache import KeepCache
+    from kvkeep.hf.decoding import decode_batch
     from kvkeep.hf.models import load_model
     from kvkeep.hf.session import Answer, Session
     from kvkeep.observation import Needs, Observation
@@ -40,13 +43,16 @@ __all__ = [
     "Observation",
     "Policy",
     "PolicyError",
+    "ResultsError",
     "Scorer",
     "Session",
+    "TaskError",
     "TopK",
     "Uniform",
     "UnsupportedError",
     "attached",
     "available_policies",
+    "decode_batch",
     "detach",
     "load_model",
     "parse_policy",
@@ -57,9 +63,19 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "budget": ("Budget",),
-    "errors": ("BudgetError", "CacheStateError", "KvkeepError", "ModelFileError", "PolicyError", "UnsupportedError"),
+    "errors": (
+        "BudgetError",
+        "CacheStateError",
+        "KvkeepError",
+        "ModelFileError",
+        "PolicyError",
+        "ResultsError",
+        "TaskError",
+        "UnsupportedError",
+    ),
     "hf.attach": ("attached", "detach"),
     "hf.cache": ("KeepCache",),
+    "hf.decoding": ("decode_batch",),
     "hf.models": ("load_model",),
     "hf.session": ("Answer", "Session"),
     "observation": ("Needs", "Observation"),

@@ -139,6 +139,47 @@ class Budget:
         return ", ".join(f"{k}={v}" for k, v in self.describe().items())
 
 
+def read_budget(
+    budget: Budget | None = None,
+    *,
+    compression_ratio: float | None = None,
+    entries: int | None = None,
+    bytes: int | str | None = None,
+) -> Budget | None:
+    """The budget that a caller's arguments give, or None if they give none.
+
+    Args:
+        budget: a whole one,
+        compression_ratio: or one of the three numbers; see `Budget`.
+        entries: see `Budget`.
+        bytes: see `Budget`; as text (`"64MiB"`) too.
+
+    Raises:
+        BudgetError: more than one is given, or something that is none.
+    """
+    numbers_given = {
+        name: value
+        for name, value in (("compression_ratio", compression_ratio), ("entries", entries), ("bytes", bytes))
+        if value is not None
+    }
+    if budget is None:
+        size = parse_bytes(bytes) if isinstance(bytes, str) else bytes
+        return Budget(compression_ratio, entries, size) if numbers_given else None
+    if not isinstance(budget, Budget):
+        raise BudgetError(
+            expected="a kvkeep.Budget as budget",
+            received=f"{budget!r} of type {type(budget).__name__}",
+            remedy="for example budget=Budget(entries=512), or entries=512 alone",
+        )
+    if numbers_given:
+        raise BudgetError(
+            expected="one budget",
+            received=f"budget={budget!r} beside {', '.join(f'{k}={v!r}' for k, v in numbers_given.items())}",
+            remedy="leave budget out, or the others",
+        )
+    return budget
+
+
 def ratio_to_entries(length: int, compression_ratio: float) -> int:
     """Entries that stay of `length`: `floor(length * (1 - r) + 1e-9)`, at least one.
 

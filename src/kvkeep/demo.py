@@ -17,7 +17,7 @@ from torch import Tensor
 from kvkeep.data import Demo, DemoQuestion
 from kvkeep.hf.policy_table import table_to_text
 from kvkeep.hf.scoring import answer_logits, kl_divergence
-from kvkeep.hf.session import Session
+from kvkeep.hf.session import Session, joint_rate
 
 POLICIES = ("random", "streaming-llm", "keydiff", "snapkv", "adasnapkv", "frc")
 RATIOS = (0.5, 0.75)
@@ -117,8 +117,6 @@ def run_demo(
                 full.append(predicted)
             divergences.append(kl_divergence(full[index], predicted))
             on_step(policy)
-        decoded = [answer for answer in answers if answer.decode_tokens_per_s]
-        seconds = sum((answer.new_tokens - 1) / answer.decode_tokens_per_s for answer in decoded)
         yield DemoRow(
             policy=str(table_to_text(session.cache.policy)),
             compression_ratio=ratio,
@@ -130,7 +128,7 @@ def run_demo(
             fraction=ledger["fraction"],
             peak_bytes=ledger["peak_bytes"],
             prefill_s=session.prefill_seconds,
-            decode_tokens_per_s=sum(answer.new_tokens - 1 for answer in decoded) / seconds if seconds else 0.0,
+            decode_tokens_per_s=joint_rate(answers),
             kl=float(torch.cat(divergences).mean()),
             answers=tuple(answer.text for answer in answers),
             notes=tuple(notes),

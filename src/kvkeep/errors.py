@@ -50,6 +50,14 @@ class ModelFileError(KvkeepError):
     """A model file that is missing, incomplete, or not the one that was expected."""
 
 
+class TaskError(KvkeepError):
+    """A task, a data set or a sample that cannot be made or read."""
+
+
+class ResultsError(KvkeepError):
+    """Results that cannot be read, or a comparison that they do not bear."""
+
+
 def near_names(name: str, known: Iterable[str]) -> str:
     """The remedy for an unknown name: the nearest known names first, then all of them."""
     names = sorted(known)

@@ -16,8 +16,14 @@ from torch import Tensor
 
 from kvkeep.errors import PolicyError
 
-# Attention rows are computed in blocks of at most this many probabilities, so that no L x L matrix ever exists.
-_BLOCK_ELEMENTS = 2**23
+# Attention rows are computed in blocks of at most this many probabilities, so that no L x L matrix ever exists. Blocks
+# are small on a CPU: fresh memory for a large one costs more than what is computed in it.
+_BLOCK_ELEMENTS = 2**21
+_BLOCK_ELEMENTS_ON_DEVICES = 2**23
+
+# Sums over queries are taken in pieces of so many, counted from the last one: what a window of 32 has summed up, one of
+# 64 need not do again, and the result does not depend on who asked first.
+_PIECE = 32
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,11 @@ class Needs:
     queries: int | None = 0
     rotary: bool = False
     output_weight: bool = False
+
+    @property
+    def whole_text(self) -> bool:
+        """Whether the choice depends on the text to its end, so that no part of it can be cut before."""
+        return self.queries is None
 
     def __or__(self, other: Needs) -> Needs:
         queries = None if self.queries is None or other.queries is None else max(self.queries, other.queries)
@@ -135,15 +146,15 @@ class Observation:
         """`[B, H_kv]` number of valid entries of each cell."""
         return self.valid.sum(-1)
 
-    @property
-    def compression_ratio(self) -> float:
-        """Fraction that the budget removes of the logical length; 0 if the text is shorter than the budget."""
-        return max(0.0, 1 - self.budget / self.length)
-
     def with_protected(self, protected: Tensor) -> Observation:
         """The same observation (its summaries are shared) with entries marked as protected."""
-        same = replace(self, protected=protected)
-        object.__setattr__(same, "_memo", self._memo)  # the summaries do not depend on what is protected
+        return self.for_cut(protected=protected)
+
+    def for_cut(self, **changes: Any) -> Observation:
+        """The same entries and queries (their summaries are shared) for another cut: other `budget`, `ordinal`,
+        `layers`, `question`, `protected` or `protected_positions`, on which no summary depends."""
+        same = replace(self, **changes)
+        object.__setattr__(same, "_memo", self._memo)
         return same
 
     def protected_or_none(self) -> Tensor:
@@ -168,32 +179,36 @@ class Observation:
         Raises:
             PolicyError: the policy uses queries and declared none in `needs`.
         """
-        have = self.queries.shape[2]
-        if have == 0:
-            raise PolicyError(
-                expected="a policy whose `needs` declares the queries that it uses",
-                received=f"a window of {window} without any query in layer {self.layer}",
-                remedy="return Needs(queries=...) with the largest window that `score` uses",
-            )
-        window = min(window, have)
+        window = self._queries_of(window)
         rows: Tensor | None = self._memo.get("rows")
         if rows is None or rows.shape[2] < window:
-            blocks = [p.mean(2) for p in self._probabilities(have - window)]  # group mean of [B, H_kv, G, q, N]
-            rows = torch.cat(blocks, dim=2)
+            first = self.queries.shape[2] - window
+            rows = torch.cat([block.mean(2) for block in self._probabilities(first)], dim=2)  # mean over the group
             self._memo["rows"] = rows
         return rows[:, :, rows.shape[2] - window :]
 
     def window_attention(self, window: int) -> Tensor:
-        """Attention received from the last `window` queries: mean over queries and group, `[B, H_kv, N]` float32."""
-        return self.attention_rows(window).mean(2)
+        """Attention received from the last `window` queries: mean over queries and group, `[B, H_kv, N]` float32.
+
+        The same as `attention_rows(window).mean(2)`, without the rows.
+        """
+        window = self._queries_of(window)
+        total, last = self.zeros(), self.queries.shape[2]
+        first = last - window
+        for end in range(last, first, -_PIECE):
+            start = max(first, end - _PIECE)
+            piece: Tensor | None = self._memo.get(f"sum {start} {end}")
+            if piece is None:
+                piece = self._attention_from(start, end)
+                self._memo[f"sum {start} {end}"] = piece
+            total += piece
+        return total.div_(window * self.group)
 
     def accumulated_attention(self) -> Tensor:
         """Attention received from all queries of the text: sum over queries, mean over the group, `[B, H_kv, N]`."""
         total: Tensor | None = self._memo.get("accumulated")
         if total is None:
-            total = self.zeros()
-            for block in self._probabilities(0):
-                total += block.mean(2).sum(2)
+            total = self._attention_from(0, self.queries.shape[2]).div_(self.group)
             self._memo["accumulated"] = total
         return total
 
@@ -235,21 +250,60 @@ class Observation:
         tensor: Tensor = self._memo[name]
         return tensor
 
-    def _probabilities(self, start: int) -> Iterator[Tensor]:
-        """Yield attention probabilities `[B, H_kv, G, q, N]` of the queries from `start` on, block by block."""
+    def _queries_of(self, window: int) -> int:
+        """How many queries a window has, at most those that are there."""
+        have = self.queries.shape[2]
+        if have == 0:
+            raise PolicyError(
+                expected="a policy whose `needs` declares the queries that it uses",
+                received=f"a window of {window} without any query in layer {self.layer}",
+                remedy="return Needs(queries=...) with the largest window that `score` uses",
+            )
+        return min(window, have)
+
+    def _attention_from(self, start: int, end: int) -> Tensor:
+        """Attention of the queries `start` to `end`: sum over queries and group, `[B, H_kv, N]` float32."""
+        total = self.zeros()
+        for block in self._probabilities(start, end):
+            total += block.flatten(2, 3).sum(2)
+        return total
+
+    def _probabilities(self, start: int, end: int | None = None) -> Iterator[Tensor]:
+        """Yield attention probabilities `[B, H_kv, G, q, N]` of the queries `start` to `end`, block by block.
+
+        All blocks use the same memory: each is valid until the next is asked for. No gradient flows through them.
+        """
         batch, heads, count, size = self.queries.shape
         kv_heads, held = self.keys.shape[1], self.keys.shape[2]
-        keys = self._float("keys")
-        block = max(1, _BLOCK_ELEMENTS // (batch * heads * held))
-        for first in range(start, count, block):
-            queries = self.queries[:, :, first : first + block].float()
-            q = queries.shape[2]
-            grouped = queries.reshape(batch, kv_heads, self.group * q, size)
-            logits = torch.matmul(grouped, keys.transpose(2, 3)).mul_(self.scaling)
-            at = self.query_positions[:, None, first : first + q, None]
-            hidden = (self.positions[:, :, None, :] > at) | ~self.valid[:, :, None, :]  # [B, H_kv, q, N]
-            logits = logits.view(batch, kv_heads, self.group, q, held).masked_fill_(hidden[:, :, None], -math.inf)
-            yield logits.softmax(-1)
+        end = count if end is None else end
+        keys = self._float("keys").detach().transpose(2, 3)
+        open_columns = self._open_columns(start)
+        positions, missing = self.positions[:, :, None, open_columns:], ~self.valid[:, :, None, open_columns:]
+        elements = _BLOCK_ELEMENTS if keys.device.type == "cpu" else _BLOCK_ELEMENTS_ON_DEVICES
+        block = max(1, min(end - start, elements // (batch * heads * held)))
+        memory = keys.new_empty(batch * heads * block * held)
+        for first in range(start, end, block):
+            last = min(first + block, end)
+            # The few queries are scaled, not their many products.
+            queries = self.queries[:, :, first:last].detach().float() * self.scaling
+            grouped = queries.reshape(batch, kv_heads, self.group * (last - first), size)
+            logits = memory[: batch * heads * (last - first) * held].view(batch, kv_heads, -1, held)
+            for row in range(batch):  # all at once, a product would copy keys that do not lie side by side
+                torch.bmm(grouped[row], keys[row], out=logits[row])
+            logits = logits.view(batch, kv_heads, self.group, last - first, held)
+            at = self.query_positions[:, None, first:last, None]
+            hidden = (positions > at) | missing  # [B, H_kv, q, n]
+            logits[..., open_columns:].masked_fill_(hidden[:, :, None], -math.inf)
+            yield torch.softmax(logits, -1, out=logits)
+
+    def _open_columns(self, first: int) -> int:
+        """From which column on an entry may be hidden from one of the queries `first` and later.
+
+        All earlier columns are seen by all of them, so that masks need not cover the whole text.
+        """
+        earliest = self.query_positions[:, first:].amin(1)[:, None, None]
+        hidden = ((self.positions > earliest) | ~self.valid).flatten(0, 1).any(0)
+        return int(hidden.int().argmax()) if bool(hidden.any()) else hidden.shape[0]
 
 
 def smooth(scores: Tensor, kernel: int, pool: str = "avg", valid: Tensor | None = None) -> Tensor:

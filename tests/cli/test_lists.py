@@ -33,7 +33,7 @@ def test_policies_as_json(kvkeep):
     record = kvkeep("policies", "--json").json
     assert set(record) == {"schema_version", "policies", "allocators", "selectors"}
     assert [entry["name"] for entry in record["policies"]] == list(registered())
-    assert all(set(entry) == {"name", "summary", "paper", "options"} for entry in record["policies"])
+    assert all(set(entry) == {"name", "summary", "paper", "options", "chunks"} for entry in record["policies"])
     parts = record["allocators"] + record["selectors"]
     assert {part["name"] for part in parts} == set(part_types())
     assert {"name": "topk", "options": {}}.items() <= next(p for p in parts if p["name"] == "topk").items()
@@ -103,12 +103,30 @@ def test_help_fits(kvkeep, words):
     check_text(kvkeep(*words, "--help"))
 
 
-def test_unknown_options_and_commands_are_cyclopts_business(kvkeep):
-    for words in (("run", "--polcy", "x"), ("rnu",)):
-        ran = kvkeep(*words)
-        assert ran.status not in (0, None)
-        assert "Traceback" not in ran.err
-        assert ran.out == ""
+UNREADABLE = [
+    (("rnu",), 'Unknown command "rnu"', "kvkeep --help"),
+    (("policies", "--verbose"), "Unknown option", "kvkeep policies --help"),
+    (("models", "fetch", "--all"), "Unknown option", "kvkeep models fetch --help"),
+    (("run", "--model"), "--model requires an argument", "kvkeep run --help"),
+    (("plan", "--model", "x", "--context-length", "long"), 'convert "long" into int', "kvkeep plan --help"),
+    (("plan", "--model", "x", "--context-length", "0"), "Must be >= 1", "kvkeep plan --help"),
+    (("run", "--model", "x", "--protocol", "blind"), "--protocol", "kvkeep run --help"),
+    (("run", "--model", "x", "stray"), "stray", "kvkeep run --help"),
+]
+
+
+@pytest.mark.parametrize(("words", "said", "remedy"), UNREADABLE, ids=lambda value: str(value)[:30])
+def test_a_command_line_that_cannot_be_read(kvkeep, words, said, remedy):
+    ran = kvkeep(*words)
+    assert (ran.status, ran.out) == (2, "")
+    assert "Traceback" not in ran.err
+    assert said in " ".join(ran.err.replace("│", " ").split())
+    ran = kvkeep(*words, "--json")
+    assert (ran.status, ran.err) == (2, "")
+    assert set(ran.json) == {"error", "expected", "received", "remedy"}
+    assert ran.json["error"] == "OptionError"
+    assert said in ran.json["received"]
+    assert remedy in ran.json["remedy"]
 
 
 def test_version(kvkeep):
@@ -127,7 +145,7 @@ def test_help_and_errors_wait_for_neither_torch_nor_transformers():
 
 
 def test_ctrl_c_is_quiet(kvkeep, monkeypatch):
-    def interrupted(words):
+    def interrupted(words, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "app", interrupted)

@@ -13,6 +13,7 @@ KEYS = {
     "schema_version",
     "model",
     "model_sha256",
+    "dtype",
     "policy",
     "budget",
     "protocol",
@@ -219,3 +220,14 @@ def test_a_query_aware_cache_answers_its_own_question_only(run, kvkeep, folder, 
     assert (two.status, two.json["error"]) == (2, "OptionError")
     none = run("--protocol", "query-aware", "--save-cache", file, "--json")
     assert (none.status, none.json["error"]) == (2, "OptionError")
+
+
+def test_chunks_hold_the_peak_down(run):
+    budget = {"policy": "streaming-llm", "budget": ("--entries", 16)}
+    words = ("--question", "Where is it?", "--json")
+    whole, chunks = run(*words, **budget).json, run(*words, "--chunk-tokens", 20, **budget).json
+    assert chunks["cache"]["entries"] == whole["cache"]["entries"]
+    assert chunks["cache"]["peak_bytes"] < whole["cache"]["peak_bytes"]
+    refused = run(*words, "--chunk-tokens", 20, "--protocol", "query-aware", **budget)
+    assert refused.status == 2
+    assert "query-aware with --chunk-tokens" in refused.out

@@ -11,7 +11,7 @@ from rich.console import Console
 from kvkeep import KeepCache
 from kvkeep.cli.shading import level, print_shaded
 from kvkeep.errors import CacheStateError
-from kvkeep.hf.shading import Piece, kept_shares, shaded_pieces
+from kvkeep.hf.shading import Stretch, kept_shares, shaded_stretches
 from kvkeep.hf.support import CACHE_ARGUMENT
 from kvkeep.testing import fake_model
 
@@ -82,15 +82,16 @@ def test_layers_are_the_models_own(cut):
             kept_shares(cache, 0)
 
 
-def test_pieces_are_the_text_and_follow_its_tokens():
+def test_stretches_are_the_text_and_follow_its_tokens():
     _, tokenizer = fake_model()
     text = "né ☕!"
     shares = [0.0, 1.0, 0.9, 0.0, 0.25, 0.9, 0.9, 0.5]  # of bytes: é is two of them, the cup three
-    pieces = shaded_pieces(text, tokenizer, shares)
-    assert "".join(piece.text for piece in pieces) == text
-    assert pieces == [Piece("n", 0.0), Piece("é", 1.0), Piece(" ", 0.0), Piece("☕", 0.25), Piece("!", 0.5)]
+    stretches = shaded_stretches(text, tokenizer, shares)
+    assert "".join(stretch.text for stretch in stretches) == text
+    expected = [("n", 0.0), ("é", 1.0), (" ", 0.0), ("☕", 0.25), ("!", 0.5)]
+    assert stretches == [Stretch(*pair) for pair in expected]
     with pytest.raises(CacheStateError, match="tokens"):
-        shaded_pieces(text, tokenizer, [0.0])
+        shaded_stretches(text, tokenizer, [0.0])
 
 
 def test_shades_rise_with_the_share():
@@ -126,8 +127,8 @@ def test_shades_stand_where_the_tokens_are(kvkeep, folder, context):
 def test_a_terminal_gets_shades_that_fit():
     file = StringIO()
     console = Console(file=file, width=80, force_terminal=True, color_system="truecolor", markup=False, emoji=False)
-    pieces = [Piece("word " * 30, 0.9), Piece(":smile: [red]x[/red]\n", 0.0), Piece("and on " * 20, 0.3)]
-    print_shaded(console, pieces, {"policy": "snapkv"})
+    stretches = [Stretch("word " * 30, 0.9), Stretch(":smile: [red]x[/red]\n", 0.0), Stretch("and on " * 20, 0.3)]
+    print_shaded(console, stretches, {"policy": "snapkv"})
     written = file.getvalue()
     assert "\x1b[" in written
     plain = re.sub(r"\x1b\[[0-9;]*m", "", written)

@@ -9,7 +9,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvkeep import BudgetError, CacheStateError, KeepCache, Needs, PolicyError, detach, load_model
+from kvkeep import (
+    Budget,
+    BudgetError,
+    CacheStateError,
+    KeepCache,
+    Needs,
+    PolicyError,
+    Session,
+    detach,
+    load_model,
+)
 from kvkeep.hf.support import CACHE_ARGUMENT
 from kvkeep.policies import Full
 from kvkeep.testing import fake_model
@@ -262,3 +272,43 @@ def test_detach_leaves_the_implementation_that_the_user_chose_last() -> None:
     feed(model, KeepCache(model, "knorm", entries=5), 20)
     detach(model)
     assert model.config._attn_implementation == "eager"
+
+
+def test_a_budget_is_given_in_one_way() -> None:
+    model, tokenizer = fake_model()
+    for budget in (Budget(entries=5), Budget(compression_ratio=0.5), Budget(bytes=50_000)):
+        assert KeepCache(model, "knorm", budget=budget).budget == budget
+        assert Session(model, tokenizer, "knorm", budget=budget).cache.budget == budget
+    assert (
+        KeepCache(model, "knorm", bytes="1KiB").budget == Session(model, tokenizer, "knorm", bytes="1KiB").cache.budget
+    )
+    for make in (
+        lambda **given: KeepCache(model, "knorm", **given),
+        lambda **given: Session(model, tokenizer, **given),
+    ):
+        with pytest.raises(BudgetError, match=r"one budget; received budget=.* beside entries=5"):
+            make(budget=Budget(entries=5), entries=5)
+        with pytest.raises(BudgetError, match=r"a kvkeep\.Budget.* received 0\.5 of type float"):
+            make(budget=0.5)
+    with pytest.raises(BudgetError, match="exactly one of"):
+        KeepCache(model, "knorm")
+
+
+@pytest.mark.parametrize("length", [0, 12])
+def test_selecting_no_rows_is_refused_and_changes_nothing(length: int) -> None:
+    model = tiny_model("llama")
+    cache = KeepCache(model, "knorm", entries=8)
+    if length:
+        feed(model, cache, length, rows=2)
+    before = cache.ledger.to_dict()
+    for indices in ([2], [-3]):
+        with pytest.raises(CacheStateError, match="at least one row that the cache holds"):
+            cache.batch_select_indices(torch.tensor(indices, dtype=torch.long))
+    if length:  # of an empty cache nothing may be selected
+        for none in (torch.tensor([], dtype=torch.long), torch.zeros(2, dtype=torch.bool)):
+            with pytest.raises(CacheStateError, match="none of 2 rows"):
+                cache.batch_select_indices(none)
+    with pytest.raises(CacheStateError, match="received 0 repeats"):
+        cache.batch_repeat_interleave(0)
+    assert cache.ledger.to_dict() == before
+    feed(model, cache, 5, rows=2)

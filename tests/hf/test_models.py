@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import io
 import json
+import shutil
 import zipfile
 
 import pytest
@@ -17,6 +18,7 @@ from kvkeep.hf import convert, embedded
 from kvkeep.hf import models as hf_models
 from kvkeep.hf.embedded import ModelRecord, Wheel, model_folder, sha256_of
 from kvkeep.hf.models import load_model, model_sha256
+from kvkeep.hf.planning import empty_model
 
 
 def tiny_model(seed=0, tied=True):
@@ -188,6 +190,26 @@ def test_a_folder_loads_in_the_wanted_type(folder):
     assert tokenizer.eos_token == "</s>"
 
 
+def test_without_a_type_a_folder_keeps_its_own(folder, tmp_path):
+    assert load_model(folder)[0].dtype == torch.float32
+    for dtype in (torch.bfloat16, torch.float16):
+        half = tmp_path / str(dtype)
+        shutil.copytree(folder, half)
+        tiny_model().to(dtype).save_pretrained(half)
+        assert load_model(half)[0].dtype == load_model(half, dtype="auto")[0].dtype == dtype
+        assert empty_model(half).dtype == dtype
+        assert empty_model(half, "float32").dtype == load_model(half, dtype="float32")[0].dtype == torch.float32
+
+
+def test_a_plan_does_not_guess_the_type(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("dtype")
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFileError, match=r"tells the type of the weights.*say which: float32"):
+        empty_model(folder)
+    assert empty_model(folder, "bfloat16").dtype == torch.bfloat16
+
+
 def test_a_name_wins_over_a_folder_and_a_path_object_is_never_a_name(known, folder, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
@@ -244,6 +266,7 @@ def test_an_id_of_the_hub_goes_to_transformers_and_its_errors_come_back_as_ours(
     with pytest.raises(ModelFileError, match=r"no such folder here.*OSError: cannot connect.*hub can be reached"):
         load_model("owner/name-1.5B")
     assert seen["source"] == "owner/name-1.5B"
+    assert seen["dtype"] == "auto"
     assert seen["trust_remote_code"] is False
     assert seen["use_safetensors"] is True
 
@@ -408,6 +431,7 @@ def test_a_gguf_file_gives_the_model_that_was_written_into_it(tmp_path, capfd):
     assert tokenizer.decode(tokenizer("It was raining.").input_ids, skip_special_tokens=True) == "It was raining."
     assert model_sha256(model) == sha256_of(path)
     assert load_model(str(path), dtype="bfloat16")[0].dtype == torch.bfloat16
+    assert (model.dtype, empty_model(path).dtype) == (torch.float32, torch.float32)
     assert capfd.readouterr().err == ""
     model.save_pretrained(tmp_path / "saved")  # a plain model, which transformers does not refuse to save
 

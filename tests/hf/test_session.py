@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvkeep import CacheStateError, Session
+from kvkeep import CacheStateError, PolicyError, Session
 from kvkeep.testing import fake_model
 
 TEXT = "Mira parked the red bicycle behind the bakery on Elm Street, next to the blue van. "
@@ -137,3 +137,72 @@ def test_words_that_are_none_are_refused_and_change_nothing(words: object) -> No
             session.ingest(TEXT, question=words)  # type: ignore[arg-type]
     assert session.cache.ledger.entries == held["entries"]
     assert session.ask("Where?", max_new_tokens=8).text == expected
+
+
+@pytest.mark.parametrize("policy", ["snapkv[window=8]", "frc", "knorm+threshold", "streaming-llm"])
+def test_a_text_in_chunks_is_never_held_whole(policy: str) -> None:
+    model, tokenizer = fake_model(layers=3)
+    session = Session(model, tokenizer, policy, entries=48, chunk_tokens=20)
+    held: list[int] = []
+    finish = session.cache.finish_forward
+
+    def watched() -> None:
+        finish()
+        held.append(session.cache.ledger.entries)
+
+    session.cache.finish_forward = watched  # type: ignore[method-assign]
+    for _ in range(3):
+        tokens = session.ingest(TEXT * 6)
+        assert len(held) == -(-tokens // 20)
+        assert max(held) <= 48 * 3 * 2
+        session.ask("Where is it?", max_new_tokens=4)
+        session.rewind()
+        held.clear()
+    assert session.cache.get_seq_length() > 400
+
+
+def test_chunks_keep_the_ratio_of_the_whole_text() -> None:
+    model, tokenizer = fake_model(layers=3)
+    whole, chunks = (
+        Session(model, tokenizer, "streaming-llm", compression_ratio=0.8, chunk_tokens=n) for n in (None, 30)
+    )
+    for session in (whole, chunks):
+        session.ingest(TEXT * 12)
+    assert chunks.cache.ledger.entries_per_cell == whole.cache.ledger.entries_per_cell
+    assert chunks.cache.ledger.peak_bytes < 0.75 * whole.cache.ledger.peak_bytes
+    assert whole.ask("Where?", max_new_tokens=3).new_tokens
+    with pytest.raises(CacheStateError, match="a text without its question"):
+        chunks.ingest(TEXT, question="Where is it?")
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, -3, 2.5, "20"])
+def test_sizes_of_chunks_that_make_no_sense_are_refused(chunk_tokens: object) -> None:
+    model, tokenizer = fake_model()
+    with pytest.raises(CacheStateError, match="chunk_tokens as a whole number"):
+        Session(model, tokenizer, "knorm", entries=9, chunk_tokens=chunk_tokens)  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match="queries of the whole text"):
+        Session(model, tokenizer, "h2o", entries=9, chunk_tokens=20)
+
+
+def test_an_interruption_between_chunks_leaves_what_was_read() -> None:
+    model, tokenizer = fake_model(layers=3)
+    session = Session(model, tokenizer, "snapkv[window=8]", entries=48, chunk_tokens=20)
+    calls = 0
+
+    def interrupt(module: object, args: object, kwargs: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+
+    hook = model.register_forward_pre_hook(interrupt, with_kwargs=True)
+    with pytest.raises(KeyboardInterrupt):
+        session.ingest(TEXT * 6)
+    hook.remove()
+    assert session.cache.get_seq_length() == 60
+    assert session.cache.ledger.entries == 48 * 3 * 2
+    assert session.cache.ledger.state_bytes == 0
+    first = session.ask("Where is it?", max_new_tokens=5).text
+    session.rewind()
+    assert session.ask("Where is it?", max_new_tokens=5).text == first
+    session.ingest(TEXT)

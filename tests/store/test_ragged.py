@@ -332,13 +332,33 @@ def test_p73_growth_is_amortised(cut: bool, monkeypatch: pytest.MonkeyPatch) -> 
     assert layer.tail_length == 200
 
 
+def test_p73_a_long_tail_grows_without_much_slack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Doubling a text that was not cut would hold it twice."""
+    layer = RaggedLayer()
+    layer.append(*tokens(1, 4000))
+    copied = 0
+    resized = Tail.resized
+
+    def counted(tail: Tail, capacity: int) -> Tail:
+        nonlocal copied
+        copied += tail.length
+        return resized(tail, capacity)
+
+    monkeypatch.setattr(Tail, "resized", counted)
+    for step in range(1000):
+        layer.append(*tokens(1, 1, first=4000 + step))
+        assert layer.tail_capacity <= 1.125 * layer.tail_length
+    assert copied <= 10 * 1000
+
+
 def test_reserve_makes_room_at_once() -> None:
     layer = RaggedLayer()
     layer.append(*tokens(1, 3), reserve=50)
-    buffer = layer.tail_keys
+    assert layer.tail is not None
+    buffer = layer.tail.keys
     for step in range(3, 50):
         layer.append(*tokens(1, 1, first=step), reserve=50)
-    assert layer.tail_keys is buffer
+    assert layer.tail.keys is buffer
     assert layer.tail_capacity == 50
 
 
@@ -423,9 +443,9 @@ def test_values_at_padding_are_zero() -> None:
         keys, values, positions = tokens(1, 3, first=first)
         values[:, :, 0] = torch.inf
         layer.append(keys, values, positions, valid)
-    assert layer.tail_values is not None
-    assert layer.tail_values[:, :, [0, 3]].eq(0).all()
-    assert layer.tail_values[:, :, :6].isfinite().all()
+    assert layer.tail is not None
+    assert layer.tail.values[:, :, [0, 3]].eq(0).all()
+    assert layer.tail.values[:, :, :6].isfinite().all()
 
 
 def test_padding_in_a_prefix_rectangle_is_zero() -> None:
@@ -445,10 +465,9 @@ def test_a_uniform_prefix_is_shown_without_a_copy(size: int) -> None:
     keys, values, _, valid = layer.padded_prefix(0, 2)
     assert keys.shape == (2, 2, size, 4)
     assert valid.all()
-    assert layer.keys is not None
-    assert layer.values is not None
-    assert keys.untyped_storage().data_ptr() == layer.keys.untyped_storage().data_ptr()
-    assert values.untyped_storage().data_ptr() == layer.values.untyped_storage().data_ptr()
+    assert layer.prefix is not None
+    assert keys.untyped_storage().data_ptr() == layer.prefix.keys.untyped_storage().data_ptr()
+    assert values.untyped_storage().data_ptr() == layer.prefix.values.untyped_storage().data_ptr()
 
 
 def test_left_padding_is_shown_without_a_copy() -> None:

@@ -11,10 +11,11 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from cyclopts import App
+from cyclopts import App, CycloptsError
 
 from kvkeep import __version__
 from kvkeep.cli import demo, models, plan, policies, run, show
+from kvkeep.cli.options import unreadable
 from kvkeep.cli.output import print_error, show_warning
 from kvkeep.errors import KvkeepError
 
@@ -36,19 +37,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: of the command line; the process's own where None.
 
     Returns:
-        The exit status: 0; 2 for an error that kvkeep explains; 130 after Ctrl-C; 1 where the reader of the output
-        went away. cyclopts itself exits with 1 on a command line that cannot be parsed.
+        The exit status: 0; 2 for a command line that cannot be read and for an error that kvkeep explains; 130 after
+        Ctrl-C; 1 where the reader of the output went away.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    as_json = "--json" in words  # also where the rest of the command line cannot be read
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a model may say what a terminal cannot show
     with warnings.catch_warnings():
         warnings.showwarning = show_warning
         try:
-            app(words)
+            app(words, exit_on_error=False, print_error=not as_json)
             sys.stdout.flush()
+        except CycloptsError as error:
+            if as_json:
+                print_error(unreadable(str(error), error.command_chain or ()), as_json=True)
+            return 2
         except KvkeepError as error:
-            print_error(error, as_json="--json" in words)
+            print_error(error, as_json=as_json)
             return 2
         except KeyboardInterrupt:
             return 130

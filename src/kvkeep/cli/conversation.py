@@ -19,7 +19,8 @@ from kvkeep.cli.options import OptionError
 from kvkeep.cli.output import WrappedStream, note, size
 from kvkeep.hf.models import model_sha256
 from kvkeep.hf.policy_table import table_to_text
-from kvkeep.hf.session import Answer, Session
+from kvkeep.hf.session import Answer, Session, joint_rate
+from kvkeep.hf.sources import dtype_name
 
 SCHEMA_VERSION = 1
 
@@ -170,6 +171,7 @@ def record(outcome: Outcome, full: Outcome | None, *, model: str, loaded: Any, s
         "schema_version": SCHEMA_VERSION,
         "model": model,
         "model_sha256": model_sha256(loaded),
+        "dtype": dtype_name(loaded.dtype),
         "policy": outcome.policy,
         "budget": outcome.budget,
         "protocol": outcome.protocol,
@@ -250,9 +252,7 @@ def _finish(outcome: Outcome, questions: Sequence[str], answers: Sequence[Answer
         for question, answer in zip(questions, answers, strict=True)
     ]
     first = [answer.time_to_first_token_s for answer in answers]
-    rated = [answer for answer in answers if answer.decode_tokens_per_s]
-    seconds = sum((answer.new_tokens - 1) / answer.decode_tokens_per_s for answer in rated)
     outcome.timings["time_to_first_token_s"] = sum(first) / len(first) if first else 0.0
-    outcome.timings["decode_tokens_per_s"] = sum(a.new_tokens - 1 for a in rated) / seconds if seconds else 0.0
+    outcome.timings["decode_tokens_per_s"] = joint_rate(answers)
     outcome.process_peak_bytes = _process_peak_bytes()  # of this run, whatever follows
     return outcome

@@ -47,6 +47,7 @@ def demo(
     from kvkeep.cli.loading import load
     from kvkeep.data import load_demo
     from kvkeep.hf.models import model_sha256
+    from kvkeep.hf.sources import dtype_name
     from kvkeep.policies import parse_policy
 
     policies = policy or demonstration.POLICIES
@@ -83,7 +84,7 @@ def demo(
         "schema_version": 1,
         "model": model,
         "model_sha256": model_sha256(loaded),
-        "dtype": dtype,
+        "dtype": dtype_name(loaded.dtype),
         "protocol": "query-agnostic",
         "document": document.title,
         "questions": [{"question": q.question, "answers": q.answers} for q in asked],
@@ -97,7 +98,7 @@ def demo(
     output = stdout()
     output.print(
         f"{document.title}: {rows[0].prompt_tokens:,} tokens; questions asked: {rows[0].questions}, all unknown when "
-        f"the cache was cut (query-agnostic); {model}, {dtype}.\n"
+        f"the cache was cut (query-agnostic); {model}, {record['dtype']}.\n"
     )
     output.print(_table(rows))
     output.print(

@@ -39,6 +39,7 @@ def show_models(*, json: Json = False) -> None:
         )
     console = stdout()
     console.print(table)
+    console.print()
     console.print(f"folder: {kvkeep_home() / 'models'}", soft_wrap=True)
 
 

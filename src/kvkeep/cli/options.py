@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,7 +19,13 @@ Protocol = Literal["query-agnostic", "query-aware"]
 ModelName = Annotated[str, Parameter(help="A known model, a folder, a .gguf file, or an owner/name of the hub.")]
 # "-" begins with a hyphen, and is no option.
 TextFile = Annotated[str, Parameter(help="A text file in UTF-8; '-' reads stdin.", allow_leading_hyphen=True)]
-Dtype = Annotated[str, Parameter(help="Type of weights and cache: float32, bfloat16, float16 or float64.")]
+Dtype = Annotated[
+    str,
+    Parameter(
+        help="Type of weights and cache: float32, bfloat16, float16, float64; auto is what the model was saved in, and "
+        "float32 for known models and .gguf files."
+    ),
+]
 Device = Annotated[str, Parameter(help="Of torch: cpu, cuda, cuda:1.")]
 Json = Annotated[bool, Parameter(negative="", help="Print one JSON object instead of text.", show_default=False)]
 Flag = Annotated[bool, Parameter(negative="", show_default=False)]
@@ -27,7 +34,22 @@ Count = Annotated[int, Parameter(validator=Number(gte=1))]
 
 
 class OptionError(KvkeepError):
-    """Options of the command line that do not go together, or a file that one of them names."""
+    """A command line that cannot be read, options that do not go together, or a file that one of them names."""
+
+
+def unreadable(complaint: str, command: Sequence[str]) -> OptionError:
+    """The error for a command line that cannot be read.
+
+    Args:
+        complaint: what the parser has to say.
+        command: the words of the command that it was read for, as far as they were understood.
+    """
+    called = " ".join(["kvkeep", *command])
+    return OptionError(
+        expected=f"a command line that `{called}` can read",
+        received=" ".join(complaint.split()).rstrip("."),
+        remedy=f"see `{called} --help`",
+    )
 
 
 @Parameter(name="*")

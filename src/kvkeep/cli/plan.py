@@ -16,7 +16,7 @@ def plan(
     context_length: Count,
     policy: str = "snapkv",
     budget: BudgetOptions = _DEFAULT_BUDGET,
-    dtype: Dtype = "float32",
+    dtype: Dtype = "auto",
     json: Json = False,
 ) -> None:
     """Tell the bytes of a cache from the model's configuration: full, kept, and at the peak. No weights are loaded.
@@ -30,6 +30,7 @@ def plan(
     """
     from kvkeep.budget import Budget
     from kvkeep.hf.planning import empty_model, plan_cache
+    from kvkeep.hf.sources import dtype_name
     from kvkeep.policies import Full, parse_policy, policy_string
 
     parsed = parse_policy(policy)
@@ -37,7 +38,9 @@ def plan(
     if isinstance(parsed, Full) and not given:
         given = {"compression_ratio": 0.0}
     amount = Budget(**given)
-    planned = plan_cache(empty_model(model, dtype), parsed, amount, context_length)
+    empty = empty_model(model, dtype)
+    planned = plan_cache(empty, parsed, amount, context_length)
+    kind = dtype_name(empty.dtype)
     remarks = []
     trained = planned.max_position_embeddings
     if trained is not None and context_length > trained:
@@ -48,10 +51,10 @@ def plan(
         remarks.append(f"{policy} waits for all layers: the peak depends on its scores and is an upper bound")
     if json:
         record = {"schema_version": 1, "model": model, "policy": policy_string(parsed), "budget": amount.describe()}
-        print_json(record | {"dtype": dtype, **planned.to_dict(), "notes": remarks})
+        print_json(record | {"dtype": kind, **planned.to_dict(), "notes": remarks})
         return
     console = stdout()
-    console.print(f"{model}, {context_length:,} tokens, {policy}, {amount}, {dtype}\n")
+    console.print(f"{model}, {context_length:,} tokens, {policy}, {amount}, {kind}\n")
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column()
     table.add_column(justify="right")

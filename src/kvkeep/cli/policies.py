@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,8 @@ from kvkeep.cli.output import print_json, stdout
 
 def policies(*, json: Json = False) -> None:
     """List every policy with its options and their defaults, and the allocators and selectors to combine it with.
+
+    "chunks" marks those that can cut a text chunk by chunk (`kvkeep run --chunk-tokens`).
 
     The names are those of `--policy`, of Python and of results: snapkv, snapkv[window=64], snapkv[window=64]+ada.
     """
@@ -30,28 +31,29 @@ def policies(*, json: Json = False) -> None:
     ):
         console.print(Text(title, style="bold underline"))
         console.print(_table(rows))
+        console.print()
     console.print("combine them: snapkv[window=64]+ada+chunks[length=20]")
 
 
 def _describe() -> dict[str, list[dict[str, Any]]]:
-    from kvkeep.policies import Allocator, part_types
+    from kvkeep.policies import Allocator, options_of, part_types, summary_of
     from kvkeep.policies import available_policies as registered
 
     parts: dict[str, list[dict[str, Any]]] = {"allocators": [], "selectors": []}
     for name, kind in part_types().items():
-        part: Any = kind()
-        options = {field.name: getattr(part, field.name) for field in dataclasses.fields(part) if field.init}
         group = "allocators" if issubclass(kind, Allocator) else "selectors"
-        parts[group].append({"name": name, "summary": _first_line(kind.__doc__), "options": options})
+        parts[group].append({"name": name, "summary": summary_of(kind), "options": options_of(kind())})
     entries = [
-        {"name": entry.name, "summary": entry.summary, "paper": entry.paper, "options": entry.options()}
+        {
+            "name": entry.name,
+            "summary": entry.summary,
+            "paper": entry.paper,
+            "options": entry.options(),
+            "chunks": not entry.policy.needs().whole_text,
+        }
         for entry in registered().values()
     ]
     return {"policies": entries, **parts}
-
-
-def _first_line(docstring: str | None) -> str:
-    return (docstring or "").strip().split("\n")[0].rstrip(".")
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -61,6 +63,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for row in rows:
         about = Text(row["summary"])
         facts = [Text(row["paper"], style="dim")] if row.get("paper") else []
+        facts += [Text("chunks", style="green")] if row.get("chunks") else []
         facts += [Text(f"{name}={value}", style="cyan") for name, value in row["options"].items()]
         if facts:
             about.append("\n").append(Text("  ").join(facts))

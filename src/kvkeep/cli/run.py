@@ -34,8 +34,9 @@ def run(
     policy: str | None = None,
     budget: BudgetOptions = _DEFAULT_BUDGET,
     protocol: Protocol | None = None,
+    chunk_tokens: Count | None = None,
     max_new_tokens: Count = 64,
-    dtype: Dtype = "float32",
+    dtype: Dtype = "auto",
     device: Device = "cpu",
     seed: int | None = None,
     compare_full: Flag = False,
@@ -52,6 +53,8 @@ def run(
         policy: What decides; see `kvkeep policies`.
         protocol: Was the question hidden (query-agnostic, the default: one cut for all questions) or visible
             (query-aware: the text is processed again for each question) when the cut was made.
+        chunk_tokens: Process the text in chunks of so many tokens and cut after each, so that no more than the budget
+            and one chunk is ever held. For policies that `kvkeep policies` marks with "chunks".
         max_new_tokens: At most so many for each answer.
         seed: Of torch, and of policies that draw (random); 0 by default.
         compare_full: Also run the full cache, for its answers and bytes.
@@ -64,6 +67,7 @@ def run(
             "--context": context,
             "--policy": policy,
             "--protocol": protocol,
+            "--chunk-tokens": chunk_tokens,
             "--save-cache": save_cache,
             "--compare-full": compare_full or None,
             "--seed": seed,
@@ -93,7 +97,7 @@ def run(
     else:
 
         def session(name: Any, **amount: Any) -> Session:
-            return Session(loaded, tokenizer, name, **amount)
+            return Session(loaded, tokenizer, name, chunk_tokens=chunk_tokens, **amount)
 
         aware = protocol == "query-aware"
         outcome = talk.start(lambda: session(chosen, **budget.given()), text or "", question, aware=aware, save=target)
@@ -139,6 +143,12 @@ def _check(*, question: tuple[str, ...], making: dict[str, Any], load_cache: Pat
             expected="a question, which a query-aware cut needs",
             received="no --question",
             remedy='add --question "...", or use --protocol query-agnostic',
+        )
+    if making["--protocol"] == "query-aware" and "--chunk-tokens" in given:
+        raise OptionError(
+            expected="a text that is cut at its end, where a visible question stands",
+            received="--protocol query-aware with --chunk-tokens",
+            remedy="leave out --chunk-tokens, or use --protocol query-agnostic",
         )
     if making["--protocol"] == "query-aware" and "--save-cache" in given and len(question) > 1:
         raise OptionError(

@@ -20,7 +20,7 @@ def show(
     layer: int | None = None,
     head: int | None = None,
     html: Path | None = None,
-    dtype: Dtype = "float32",
+    dtype: Dtype = "auto",
     device: Device = "cpu",
 ) -> None:
     """Print a text with the kept tokens shaded: the darker, the more cells (layer and KV head) kept the token.
@@ -40,7 +40,7 @@ def show(
     from kvkeep.cli import shading
     from kvkeep.cli.loading import load, working
     from kvkeep.hf.session import Session
-    from kvkeep.hf.shading import kept_shares, shaded_pieces
+    from kvkeep.hf.shading import kept_shares, shaded_stretches
     from kvkeep.policies import parse_policy
 
     budget.check(parse_policy(policy))
@@ -52,7 +52,7 @@ def show(
     start = session.header_tokens
     count = len(tokenizer(text, add_special_tokens=False)["input_ids"])
     shares = shares[start : start + count]
-    pieces = shaded_pieces(text, tokenizer, shares.tolist())
+    stretches = shaded_stretches(text, tokenizer, shares.tolist())
     ledger = session.cache.ledger
     where = "all layers" if layer is None else f"layer {layer}"
     facts = {
@@ -65,7 +65,7 @@ def show(
         "held": f"{size(ledger.held_bytes)}, {ledger.fraction:.1%} of the full cache",
     }
     if target is not None:
-        write_text(target, shading.page(pieces, facts), "--html")
+        write_text(target, shading.page(stretches, facts), "--html")
         note(f"written to {target}")
         return
-    shading.print_shaded(stdout(), pieces, facts)
+    shading.print_shaded(stdout(), stretches, facts)

@@ -3,35 +3,74 @@
 Attaching sets the model's attention implementation to one of kvkeep's names and puts two hooks on its decoder. The
 first reads the arguments of a forward before any layer runs, refuses what kvkeep cannot honour, and tells the cache
 what comes; the second tells the cache that the forward went through.
+
+All that attaching changes stands in the model itself. So a copy of an attached model, by `copy.deepcopy` or through a
+pickle, is an attached model of its own: it takes caches, runs without them, and can be detached.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf import attention
-from kvkeep.hf.support import check_model, unwrap
+from kvkeep.hf.support import supported_decoder, unwrap
 
 
-@dataclass
-class _Attachment:
-    former: str
-    hooks: list[Any]
+class _Hook:
+    """A hook on the decoder, which can be copied and pickled with it.
+
+    Args:
+        names: of the arguments of the decoder's forward, in order.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        # Copies point to the copied model, and reserve their number there: see RemovableHandle.
+        self.handle: RemovableHandle | None = None
+
+    def _cache_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The cache, None if it is not kvkeep's, and all arguments by name."""
+        arguments = dict(zip(self._names, args, strict=False)) | kwargs
+        # transformers calls the argument `cache` from 5.24 on, and `past_key_values` before.
+        given = arguments.get("cache")
+        given = arguments.get("past_key_values") if given is None else given
+        return (given if isinstance(given, Cache) and hasattr(given, "begin_forward") else None), arguments
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In a new process transformers does not know the model's attention yet."""
+        vars(self).update(state)
+        attention.register()
 
 
-_attached: WeakKeyDictionary[PreTrainedModel, _Attachment] = WeakKeyDictionary()
+class _Before(_Hook):
+    def __call__(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cache, arguments = self._cache_in(args, kwargs)
+        if cache is not None:
+            _before_forward(cache, decoder, arguments)
+
+
+class _After(_Hook):
+    def __call__(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        cache, _ = self._cache_in(args, kwargs)
+        if cache is not None:
+            cache.finish_forward()
+
+
+def _hooks(decoder: nn.Module) -> list[_Hook]:
+    """Our hooks on a decoder, if kvkeep is attached to it."""
+    every: list[Any] = [*decoder._forward_pre_hooks.values(), *decoder._forward_hooks.values()]
+    return [hook for hook in every if isinstance(hook, _Hook)]
 
 
 def attach(model: Any) -> PreTrainedModel:
@@ -44,52 +83,42 @@ def attach(model: Any) -> PreTrainedModel:
         UnsupportedError: a model or an attention implementation that kvkeep has not checked.
     """
     inner = unwrap(model)
-    decoder = check_model(inner)
+    decoder = supported_decoder(inner)
     current = inner.config.get_text_config(decoder=True)._attn_implementation
-    attachment = _attached.get(inner)
-    if attachment is not None and current == attention.NAMES[attachment.former]:
-        return inner
     by_name = {name: former for former, name in attention.NAMES.items()}
-    former = by_name.get(current, current)  # a model that shares its config with an attached one has our name already
+    # A model that shares its config with an attached one has our name, and no hooks yet; the name of an attached one
+    # may have been changed since.
+    former = by_name.get(current, current)
     if former not in attention.NAMES:
         raise UnsupportedError(
             expected=f"a model with attention implementation {' or '.join(attention.NAMES)}",
             received=f"{current!r}",
             remedy="call model.set_attn_implementation('sdpa') first",
         )
+    hooks = _hooks(decoder)
+    if hooks and current in by_name:
+        return inner
+    if not hooks:
+        names = list(inspect.signature(decoder.forward).parameters)
+        before, after = _Before(names), _After(names)
+        before.handle = decoder.register_forward_pre_hook(before, with_kwargs=True)
+        after.handle = decoder.register_forward_hook(after, with_kwargs=True)
     attention.register()
     _set_implementation(inner, attention.NAMES[former])
-    if attachment is not None:
-        attachment.former = former  # the implementation was changed since
-    else:
-        names = list(inspect.signature(decoder.forward).parameters)
-
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            _before_forward(inner, module, dict(zip(names, args, strict=False)) | kwargs)
-
-        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            cache = _cache_in(dict(zip(names, args, strict=False)) | kwargs)
-            if _is_ours(cache):
-                cache.finish_forward()
-
-        hooks = [
-            decoder.register_forward_pre_hook(before, with_kwargs=True),
-            decoder.register_forward_hook(after, with_kwargs=True),
-        ]
-        _attached[inner] = _Attachment(former, hooks)
     return inner
 
 
 def detach(model: Any) -> None:
     """Leave a model as it was before `attach`. Caches that still belong to it can no longer be used with it."""
     inner = unwrap(model)
-    attachment = _attached.pop(inner, None)
-    if attachment is None:
-        return
-    for hook in attachment.hooks:
-        hook.remove()
-    if inner.config.get_text_config(decoder=True)._attn_implementation == attention.NAMES[attachment.former]:
-        _set_implementation(inner, attachment.former)
+    hooks = _hooks(inner.get_decoder())
+    for hook in hooks:
+        if hook.handle is not None:
+            hook.handle.remove()
+    by_name = {name: former for former, name in attention.NAMES.items()}
+    current = inner.config.get_text_config(decoder=True)._attn_implementation
+    if hooks and current in by_name:
+        _set_implementation(inner, by_name[current])
 
 
 @contextmanager
@@ -110,21 +139,9 @@ def _set_implementation(model: PreTrainedModel, name: str) -> None:
         model.set_attn_implementation({"text_config": name})
 
 
-def _cache_in(arguments: dict[str, Any]) -> Any:
-    # transformers calls the argument `cache` from 5.24 on, and `past_key_values` before.
-    given = arguments.get("cache")
-    return arguments.get("past_key_values") if given is None else given
-
-
-def _is_ours(cache: Any) -> bool:
-    return isinstance(cache, Cache) and hasattr(cache, "begin_forward")
-
-
-def _before_forward(model: PreTrainedModel, decoder: nn.Module, arguments: dict[str, Any]) -> None:
-    cache = _cache_in(arguments)
-    if not _is_ours(cache):
-        return
-    config = model.config.get_text_config(decoder=True)
+def _before_forward(cache: Any, decoder: nn.Module, arguments: dict[str, Any]) -> None:
+    """Refuse what kvkeep cannot honour, and tell the cache what comes."""
+    config: Any = decoder.config
     use_cache = arguments.get("use_cache")
     if use_cache is False or (use_cache is None and getattr(config, "use_cache", True) is False):
         raise UnsupportedError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,23 +14,33 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from kvkeep.budget import Budget, parse_bytes
-from kvkeep.errors import BudgetError, CacheStateError, PolicyError, UnsupportedError
+from kvkeep.budget import Budget, read_budget
+from kvkeep.errors import CacheStateError
 from kvkeep.hf import saving
 from kvkeep.hf.attach import attach
+from kvkeep.hf.budgets import cell_budgets, check_kept
+from kvkeep.hf.intake import (
+    question_spans,
+    read_cut_chunks,
+    read_prompt_tokens,
+    read_span,
+    read_tokens,
+    refuse_whole_text,
+)
 from kvkeep.hf.layers import (
     Forward,
     KeepLayer,
     KeepSlidingLayer,
     Progress,
     Span,
-    positions_in,
+    cut_together,
     refused_assisted_decoding,
 )
 from kvkeep.hf.policy_table import PolicyLike, policy_table
+from kvkeep.hf.recording import new_ledger
+from kvkeep.hf.stacking import check_alike, stack_layers, stack_windows
 from kvkeep.hf.support import check_rotary, plan_model, rope_switch, unwrap
-from kvkeep.policies import Full, policy_string
-from kvkeep.policies.protocols import chosen_masks
+from kvkeep.policies import Full
 from kvkeep.store import Ledger
 
 
@@ -59,16 +69,23 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         compression_ratio: fraction of entries to remove, 0 <= r < 1; relative to the text's length.
         entries: or: entries per cell on average.
         bytes: or: bytes of the whole cache when it is cut, as a number or as text (`"64MiB"`).
+        budget: or: any of the three as a `Budget`.
         protect: ranges of positions that stay, as `(start, end)`; negative numbers and None as in a slice.
         question: positions `(start, end)` of the question, if it is part of the prompt; as for `protect`.
         prompt_tokens: length of the prompt where it arrives in chunks (`prefill_chunk_size`): the cut comes when that
             many tokens, padding included, have been processed.
+        cut_chunks: cut such a prompt after each chunk, so that no more than the budget and one chunk is ever held. The
+            budget is that of the whole prompt. What stays differs from a cut at the end, since a chunk is judged
+            without those that follow.
 
     Raises:
         BudgetError: no budget, more than one, or one that cannot be kept.
-        PolicyError: an unknown policy, part or option.
+        PolicyError: an unknown policy, part or option; with `cut_chunks`, one that must see the whole text.
         UnsupportedError: a model that kvkeep has not checked.
     """
+
+    _cut_next: int | None  # a cut that is asked for, as the tokens of the same text that come after it
+    _coming: int  # columns of a text that has begun and not ended
 
     def __init__(
         self,
@@ -78,28 +95,23 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         compression_ratio: float | None = None,
         entries: int | None = None,
         bytes: int | str | None = None,
+        budget: Budget | None = None,
         protect: Sequence[Span] = (),
         question: Span | None = None,
         prompt_tokens: int | None = None,
+        cut_chunks: bool = False,
     ) -> None:
         plans = plan_model(model)
         evictable = [plan for plan in plans if plan.window is None]
         self.policy = policy
         table = policy_table(policy, [plan.index for plan in evictable], len(plans))
-        given = (compression_ratio, entries, bytes)
-        if all(isinstance(p, Full) for p in table) and given == (None, None, None):
-            compression_ratio = 0.0
-        size = parse_bytes(bytes) if isinstance(bytes, str) else bytes
-        self.budget = Budget(compression_ratio=compression_ratio, entries=entries, bytes=size)
-        if prompt_tokens is not None and (not isinstance(prompt_tokens, int) or prompt_tokens < 1):
-            raise BudgetError(
-                expected="prompt_tokens as a whole number of at least 1",
-                received=f"{prompt_tokens}",
-                remedy="leave it out for one forward",
-            )
-        self.prompt_tokens = prompt_tokens
-        self.protect = tuple(_span(span) for span in protect or ())
-        self.question = None if question is None else _span(question)
+        given = read_budget(budget, compression_ratio=compression_ratio, entries=entries, bytes=bytes)
+        keeps_all = all(isinstance(p, Full) for p in table)
+        self.budget = given or Budget(compression_ratio=0.0 if keeps_all else None)
+        self.prompt_tokens = read_prompt_tokens(prompt_tokens)
+        self.protect = tuple(read_span(span) for span in protect or ())
+        self.question = None if question is None else read_span(question)
+        self.cut_chunks = read_cut_chunks(cut_chunks, self.prompt_tokens, self.question, table)
         self._plans = plans
         self._progress = Progress()
         self._table = table
@@ -127,7 +139,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
                 )
             )
         super().__init__(layers=layers)
-        self._wire()
+        self._ledger = new_ledger(self.keep_layers, self.sliding_layers, self._progress)
         self._last_cut: Mark | None = None
         self._on_request = False
         self._start()
@@ -148,6 +160,11 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def notes(self) -> list[str]:
         """What the policy had to change to stay in the budget, in words."""
         return list(self._progress.notes)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Logical length of each row: tokens seen, without padding."""
+        return list(self._progress.lengths)
 
     @property
     def evict_seconds(self) -> float:
@@ -212,43 +229,33 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
                 remedy="make a KeepCache for each model",
             )
         progress = self._progress
-        rows, new = shape
-        if new == 0 or rows == 0:
-            raise CacheStateError(
-                expected="at least one new token", received=f"an input of shape {shape}", remedy="pass a non-empty text"
-            )
-        if progress.lengths and rows != len(progress.lengths):
-            raise UnsupportedError(
-                expected=f"{len(progress.lengths)} rows, as the cache holds",
-                received=f"{rows}",
-                remedy="for beams or several return sequences pass a fresh cache",
-            )
-        device = next(decoder.parameters()).device
-        before = progress.lengths or [0] * rows
-        valid = self._new_valid(before, new, mask)
-        steps = torch.ones(rows, new, dtype=torch.long) if valid is None else valid.cpu().long()
-        positions = (torch.tensor(before)[:, None] + steps.cumsum(1) - 1).clamp(min=0)
-        after = [length + int(count) for length, count in zip(before, steps.sum(1).tolist(), strict=True)]
-        self._check_positions(position_ids, positions, steps)
-        self._check_rope_switch(progress.columns, progress.columns + new)
-        self._check_rope_switch(max(before), max(after))
-        cutting = self._cuts_now(new)
-        if cutting and min(after) == 0:
+        tokens = read_tokens(progress, shape, mask, position_ids, self._switch)
+        new = shape[1]
+        cutting, coming = self._plan_cut(new)
+        empty = min(tokens.lengths) == 0
+        if coming and empty:
+            cutting = False  # a row that has not begun; the next chunk is cut with this one
+        if cutting and empty:
             raise CacheStateError(
                 expected="at least one token in every row", received="a row of padding only", remedy="leave the row out"
             )
         # A prompt in chunks gets its room at once, and until its last chunk.
-        waiting = not self._cuts and (not cutting or progress.columns > 0)
-        progress.forward = Forward(
+        waiting = not self.cut_chunks and not self._cuts and (not cutting or progress.columns > 0)
+        device = next(decoder.parameters()).device
+        forward = Forward(
             decoder=decoder,
-            positions=positions.to(device),
-            valid=None if valid is None else valid.to(device),
-            lengths=after,
+            positions=tokens.positions.to(device),
+            valid=None if tokens.valid is None else tokens.valid.to(device),
+            lengths=tokens.lengths,
             cutting=cutting,
+            coming=coming,
             reserve=self.prompt_tokens or 0 if waiting else 0,
-            budgets=self._budgets(after) if cutting else (),
-            questions=self._questions(after) if cutting else (),
         )
+        if cutting:
+            whole = cell_budgets(self.budget, forward.text_lengths, self._plans, self._table, self.protect)
+            forward.budgets = [min(budget, length) for budget, length in zip(whole, tokens.lengths, strict=True)]
+            forward.questions = question_spans(self.question, tokens.lengths)
+        progress.forward = forward
         self._new_columns = new
 
     def finish_forward(self) -> None:
@@ -257,29 +264,18 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         forward = progress.forward
         if forward is None:
             return
-        while waiting := [layer for layer in self.keep_layers if layer.judged]:
-            policy = waiting[0].policy
-            layers = [layer for layer in waiting if layer.policy == policy]
-            judgements = [judgement for layer in layers for _, judgement in layer.judged]
-            # Rows that came one by one share no budget: each is chosen for by itself, over all its layers.
-            groups = len(layers[0].judged)
-            masks: list[list[Tensor]] = [[] for _ in layers]
-            for group in range(groups):
-                chosen = chosen_masks(policy, judgements[group::groups])
-                for kept, mask in zip(masks, chosen, strict=True):
-                    kept.append(mask)
-            for layer, kept in zip(layers, masks, strict=True):
-                layer.cut(kept)
+        cut_together(self.keep_layers)
         if forward.cutting:
-            self._check_kept(forward.budgets)
+            check_kept(self.keep_layers, forward.budgets)
         progress.lengths = forward.lengths
         progress.columns += self._new_columns
         if forward.cutting:
             self._cuts += 1
-            self._cut_next = False
+            self._cut_next = None
             self._marks.clear()
         progress.forward = None
-        if forward.cutting:
+        self._coming = forward.coming
+        if forward.cutting and not forward.coming:
             self._set_last_cut(self.mark())
 
     def _set_last_cut(self, mark: Mark) -> None:
@@ -287,13 +283,45 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         for layer, (keys, values, _) in zip(self.sliding_layers, mark.windows, strict=True):
             layer.marked = (keys, values)
 
-    def cut_next(self, cut: bool = True) -> None:
-        """Judge everything that is held, old and new, at the end of the next forward; false takes that back."""
-        self._cut_next = cut
+    def cut_next(self, cut: bool = True, *, coming: int = 0) -> None:
+        """Judge everything that is held, old and new, at the end of the next forward; false takes that back.
+
+        Args:
+            cut: or not.
+            coming: tokens of the same text in later forwards, which are cut too: the budget is that of the whole text.
+        """
+        self._cut_next = coming if cut else None
+
+    def end_text(self) -> None:
+        """Let a text of which more was to come end here, such as after an interruption. What is held stays."""
+        self._refuse_broken()
+        if self._cuts and self._coming:
+            self._coming = 0
+            for layer in self.keep_layers:
+                layer.forget_queries()
+            self._set_last_cut(self.mark())
 
     def cut_on_request(self) -> None:
         """Cut only where `cut_next` asks for it: the first text may be a question, which must stay whole."""
         self._on_request = True
+
+    def read_chunk_tokens(self, chunk_tokens: int | None) -> int | None:
+        """The size of chunks that are cut one by one; None for whole texts.
+
+        Raises:
+            CacheStateError: no whole number of at least 1.
+            PolicyError: a policy that must see the whole text.
+        """
+        if chunk_tokens is None:
+            return None
+        if not isinstance(chunk_tokens, int) or chunk_tokens < 1:
+            raise CacheStateError(
+                expected="chunk_tokens as a whole number of at least 1",
+                received=f"{chunk_tokens!r}",
+                remedy="some hundred tokens are processed about as fast as all at once",
+            )
+        refuse_whole_text(self._table)
+        return chunk_tokens
 
     # -- going back ------------------------------------------------------------------------------------------------
 
@@ -336,6 +364,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             sliding.restore(window)
         self._progress.columns, self._progress.lengths = mark.columns, list(mark.lengths)
         self._progress.forward = None  # a forward that only appended is undone, also half of one
+        self._coming = 0
         self._forget_later_marks()
         self._record_all()
 
@@ -353,7 +382,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             layer.store = layer.store.fork()
             layer.judged, layer._queries = [], list(layer._queries)
         twin._marks = WeakSet(self._marks)
-        twin._wire()
+        twin._ledger = new_ledger(twin.keep_layers, twin.sliding_layers, twin._progress)
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeepCache:
@@ -415,16 +444,86 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._rows_changed(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row `repeats` times."""
+        """Repeat each row `repeats` times, at least once."""
         self._refuse_broken()
+        if repeats < 1:
+            raise _no_rows(f"{repeats} repeats of each row")
         super().batch_repeat_interleave(repeats)
         self._rows_changed([row for row in range(len(self._progress.lengths)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only some rows."""
+        """Keep only some rows, by number or by a mask."""
         self._refuse_broken()
+        held = len(self._progress.lengths)
+        try:
+            rows = torch.arange(held)[indices.cpu()].tolist()
+        except IndexError:
+            raise _no_rows(f"rows {indices.tolist()} of {held}") from None
+        if held and not rows:
+            raise _no_rows(f"none of {held} rows")
         super().batch_select_indices(indices)
-        self._rows_changed(torch.arange(len(self._progress.lengths))[indices.cpu()].tolist())
+        self._rows_changed(rows)
+
+    @classmethod
+    def stack(cls, caches: Sequence[KeepCache]) -> KeepCache:
+        """The rows of several caches of one model as one cache, to decode together; the entries are copied.
+
+        Rows may come from different texts, policies and budgets. They keep what they hold: the new cache is not cut
+        again.
+
+        Args:
+            caches: at least one, each of which holds a text.
+
+        Raises:
+            CacheStateError: no caches, an empty one, or caches of different models.
+            UnsupportedError: rows of different length, for models with sliding-window layers.
+        """
+        caches = list(caches)
+        for cache in caches:
+            cache.refuse_unusable()
+        held = {t for cache in caches for layer in cache.keep_layers for t in layer.store.tensors().values()}
+        floats = {t for t in held if t.is_floating_point()}
+        empty = not caches or not all(cache.lengths for cache in caches)
+        check_alike({t.device for t in held}, {t.dtype for t in floats}, 0 if empty else len(caches))
+        if len({id(cache.model) for cache in caches}) > 1:
+            raise CacheStateError(
+                expected="caches of one model", received="caches of several", remedy="stack those of each by themselves"
+            )
+        stacked = cls(caches[0].model, "full")
+        stack_layers(stacked.keep_layers, [cache.keep_layers for cache in caches])
+        stack_windows(stacked.sliding_layers, [cache.sliding_layers for cache in caches])
+        lengths = [length for cache in caches for length in cache.lengths]
+        stacked.begin_with(lengths, max(cache.get_seq_length() for cache in caches))
+        return stacked
+
+    def begin_with(
+        self,
+        lengths: Sequence[int],
+        columns: int,
+        windows: Sequence[tuple[Tensor | None, Tensor | None, int]] = (),
+        *,
+        notes: Sequence[str] = (),
+        seconds: float = 0.0,
+    ) -> None:
+        """Go on from entries that were put into the layers' stores by somebody else, as after a cut.
+
+        Args:
+            lengths: logical length of each row.
+            columns: tokens seen, padding included.
+            windows: what sliding layers hold; none if they have it already.
+            notes: what the policy had to change.
+            seconds: that the cut took.
+        """
+        for layer, window in zip(self.sliding_layers if windows else (), windows, strict=True):
+            layer.restore(window)
+        for layer in self.keep_layers:
+            layer.is_initialized = True
+        self._progress.lengths, self._progress.columns = list(lengths), columns
+        self._progress.add_notes(notes)
+        self._progress.evict_seconds += seconds
+        self._cuts += 1
+        self._ledger.restart()
+        self._set_last_cut(self.mark())
 
     def activate_past_recording(self) -> None:
         """Refused: assisted decoding asks for it before the first forward."""
@@ -501,23 +600,10 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def _start(self) -> None:
         self._cuts = 0
         self._marks: WeakSet[Mark] = WeakSet()  # those that can be rewound to
-        self._cut_next = False
+        self._cut_next = None
+        self._coming = 0
         self._new_columns = 0
         self._last_cut = None
-
-    def _wire(self) -> None:
-        """Let each layer report to a new ledger; weakly, since a reference cycle would delay freeing."""
-        progress, sliding = self._progress, self.sliding_layers
-        self._ledger = Ledger(
-            [layer.store for layer in self.keep_layers],
-            lambda: progress.forward.lengths if progress.forward and progress.forward.touched else progress.lengths,
-            [_weak_nbytes(layer) for layer in sliding],
-        )
-        ledger = weakref.ref(self._ledger)
-        for index, layer in enumerate(self.keep_layers):
-            layer.record = _recorder(ledger, Ledger.record, index)
-        for index, layer in enumerate(sliding):
-            layer.record = _recorder(ledger, Ledger.record_window, index)
 
     def _record_all(self) -> None:
         for layer in self.layers:
@@ -544,188 +630,37 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._progress.forward = None  # one that was refused before a layer ran
 
     def _refuse_unfinished(self) -> None:
-        if any(layer.remembers for layer in self.keep_layers):
+        if self._coming:
             raise CacheStateError(
-                expected=f"the whole prompt of {self.prompt_tokens} tokens",
-                received=f"the first {self._progress.columns} of them, which are still to be judged",
-                remedy="process the rest of the prompt first; a fork can be made at any time",
+                expected=f"a text of {self._progress.columns + self._coming} tokens, processed to its end",
+                received=f"the first {self._progress.columns} of them",
+                remedy="process the rest of the text first; a fork can be made at any time",
             )
 
-    def _cuts_now(self, new: int) -> bool:
-        if self._cut_next:
-            return True
-        if self._cuts or self._on_request:
-            return False
+    def _plan_cut(self, new: int) -> tuple[bool, int]:
+        """Whether to cut at the end of a forward of `new` columns, and how many columns of its text come after it."""
+        if self._cut_next is not None:
+            return True, self._cut_next
+        if self._on_request:
+            return False, 0
+        seen = self._progress.columns
         if self.prompt_tokens is None:
-            return self._progress.columns == 0
-        end = self._progress.columns + new
-        if end > self.prompt_tokens:
+            return seen == 0, 0
+        if self._cuts and (not self.cut_chunks or seen >= self.prompt_tokens):
+            return False, 0
+        coming = self.prompt_tokens - seen - new
+        if coming < 0:
             raise CacheStateError(
                 expected=f"a prompt that ends at prompt_tokens={self.prompt_tokens}",
-                received=f"a forward that reaches token {end}",
+                received=f"a forward that reaches token {seen + new}",
                 remedy="set prompt_tokens to the length of input_ids, padding included",
             )
-        return end == self.prompt_tokens
-
-    def _new_valid(self, before: list[int], new: int, mask: Tensor | None) -> Tensor | None:
-        """`[B, new]` which of the new tokens are no padding; None if all are."""
-        if mask is None:
-            return None
-        seen = self._progress.columns
-        if tuple(mask.shape) != (len(before), seen + new):
-            raise UnsupportedError(
-                expected=f"an attention mask of shape {(len(before), seen + new)}: tokens seen and new ones",
-                received=f"{tuple(mask.shape)}",
-                remedy="pass the mask of the whole text, the part that is cached included",
-            )
-        mask = mask.bool()
-        if seen and mask[:, :seen].sum(1).tolist() != before:
-            raise UnsupportedError(
-                expected="a mask that agrees with the tokens in the cache",
-                received="one that hides or shows tokens which were seen otherwise",
-                remedy="pass the mask of the prompt with ones for what followed",
-            )
-        fresh = mask[:, seen:]
-        return None if bool(fresh.all()) else fresh
-
-    def _check_positions(self, position_ids: Tensor | None, positions: Tensor, steps: Tensor) -> None:
-        """Positions must follow the logical length, or the column where padding counts; anything else is refused."""
-        if position_ids is None or (position_ids.device.type != "cpu" and steps.shape[1] == 1):
-            return  # no synchronisation with a device at every step of a generation
-        given = position_ids.cpu()
-        if given.ndim != 2 or given.shape[1] != steps.shape[1] or given.shape[0] not in (1, steps.shape[0]):
-            raise UnsupportedError(
-                expected=f"position_ids of shape {tuple(steps.shape)}",
-                received=f"{tuple(given.shape)}",
-                remedy="leave position_ids out",
-            )
-        real = steps.bool()
-        columns = (self._progress.columns + torch.arange(steps.shape[1]))[None].expand_as(steps)
-        given = given.expand_as(steps)
-        if not (torch.equal(given[real], positions[real]) or torch.equal(given[real], columns[real])):
-            raise UnsupportedError(
-                expected=f"positions that go on from the {self._progress.columns} tokens seen",
-                received=f"{given[0, :4].tolist()}...",
-                remedy="pass new tokens only, without position_ids (a text that the cache has seen wants a fresh "
-                "cache); packed sequences are not supported",
-            )
-
-    def _check_rope_switch(self, before: int, after: int) -> None:
-        """Keys in the cache have one set of frequencies: all of a text stands on one side of the switch."""
-        switch = self._switch
-        if switch is not None and before <= switch <= after and (before or after == switch):
-            raise UnsupportedError(
-                expected=f"a text of fewer than {switch} tokens, answer included, or a prompt of more in one forward",
-                received=f"{after - before} tokens after {before}",
-                remedy="this model changes its rotary frequencies at that length (longrope), and the cached keys with "
-                "them; shorten the text or the answer",
-            )
-
-    def _questions(self, lengths: list[int]) -> list[tuple[int, int]]:
-        """Positions of the question in each row, none where it is hidden.
-
-        Raises:
-            BudgetError: the span is empty in a row, or lies outside of it.
-        """
-        if self.question is None:
-            return []
-        spans = []
-        for length in lengths:
-            start, end, _ = slice(*self.question).indices(length)
-            outside = any(at is not None and not -length <= at <= length for at in self.question)
-            if outside or start >= end:
-                raise BudgetError(
-                    expected=f"a question within the {length} tokens of each row, as (start, end)",
-                    received=f"question={self.question}",
-                    remedy="count from the end for rows of different length, such as question=(-12, None)",
-                )
-            spans.append((start, end))
-        return spans
-
-    def _check_kept(self, budgets: Sequence[int]) -> None:
-        """A policy may share its budget as it likes; it may not exceed it.
-
-        Raises:
-            PolicyError: the layers of a policy hold more than its budget in some row.
-        """
-        waiting = [layer for layer in self.keep_layers if not isinstance(layer.policy, Full)]
-        while waiting:
-            policy = waiting[0].policy
-            stores = [layer.store for layer in waiting if layer.policy == policy]
-            waiting = [layer for layer in waiting if layer.policy != policy]
-            held = torch.stack([store.cell_counts().sum(1).cpu() for store in stores]).sum(0)
-            cells = sum(store.kv_heads for store in stores)
-            allowed = [budget * cells for budget in budgets]
-            if any(count > limit for count, limit in zip(held.tolist(), allowed, strict=True)):
-                raise PolicyError(
-                    expected=f"at most {allowed} entries in each row, the budget of {len(stores)} layers",
-                    received=f"{held.tolist()} from {policy_string(policy)}",
-                    remedy="choose no more than `judgement.budget` entries per cell on average",
-                )
-
-    def _budgets(self, lengths: list[int]) -> list[int]:
-        """Entries per cell on average, row by row, for the layers whose policy evicts.
-
-        Raises:
-            BudgetError: layers kept in full, or protected entries, need more than the budget.
-        """
-        evictable = [plan for plan in self._plans if plan.window is None]
-        reserved = sum(
-            len(lengths) * plan.shape.kv_heads * plan.shape.entry_bytes * min(plan.window - 1, max(lengths))
-            for plan in self._plans
-            if plan.window is not None
-        )
-        average = self.budget.entries_per_cell(lengths, [plan.shape for plan in evictable], reserved)
-        full = sum(isinstance(policy, Full) for policy in self._table)
-        budgets = []
-        for length, entries in zip(lengths, average, strict=True):
-            if 0 < full < len(self._table):
-                entries = (entries * len(self._table) - length * full) // (len(self._table) - full)
-            elif full and entries < length:
-                raise BudgetError(
-                    expected=f"a budget of {length} entries per cell, all that policy 'full' keeps",
-                    received=f"{entries} ({self.budget})",
-                    remedy="choose a policy that evicts, or compression_ratio=0",
-                )
-            pinned = len(positions_in(self.protect, length))
-            if entries < max(1, pinned):
-                raise BudgetError(
-                    expected=f"a budget of at least {max(1, pinned)} entries per cell"
-                    + (f" for {pinned} protected positions" if pinned else "")
-                    + (f" beside {full} layers that are kept in full" if full else ""),
-                    received=f"{entries} ({self.budget} of a text of {length} tokens)",
-                    remedy="raise the budget, protect less, or keep fewer layers in full",
-                )
-            budgets.append(entries)
-        return budgets
+        return self.cut_chunks or coming == 0, coming
 
 
-def _span(span: Any) -> Span:
-    if isinstance(span, range | slice) and span.step in (None, 1):
-        return span.start, span.stop
-    if isinstance(span, Sequence) and len(span) == 2 and all(isinstance(x, int | None) for x in span):
-        return span[0], span[1]
-    raise BudgetError(
-        expected="a range of positions as (start, end), with whole numbers or None as in a slice",
-        received=f"{span!r}",
-        remedy="for example protect=[(0, 24), (-64, None)]",
+def _no_rows(received: str) -> CacheStateError:
+    return CacheStateError(
+        expected="at least one row that the cache holds",
+        received=received,
+        remedy="to hold nothing call cache.reset(); rows are there once a text has been processed",
     )
-
-
-def _weak_nbytes(layer: KeepSlidingLayer) -> Callable[[], int]:
-    reference = weakref.ref(layer)
-
-    def nbytes() -> int:
-        alive = reference()
-        return 0 if alive is None else alive.nbytes()
-
-    return nbytes
-
-
-def _recorder(ledger: weakref.ref[Ledger], method: Callable[[Ledger, int], None], index: int) -> Callable[[], None]:
-    def record() -> None:
-        alive = ledger()
-        if alive is not None:
-            method(alive, index)
-
-    return record

@@ -44,6 +44,10 @@ class Progress:
     notes: list[str] = field(default_factory=list)
     evict_seconds: float = 0.0
 
+    def add_notes(self, notes: Sequence[str]) -> None:
+        """Add what is new among the notes."""
+        self.notes.extend(note for note in dict.fromkeys(notes) if note not in self.notes)
+
 
 @dataclass
 class Forward:
@@ -54,7 +58,8 @@ class Forward:
         positions: `[B, q]` logical positions of the new tokens.
         valid: `[B, q]` false at padding, None if there is none.
         lengths: logical length of each row when this forward is done.
-        cutting: the text ends here: judge and cut.
+        cutting: judge and cut when the layer has attended: the text ends here, or each chunk of it is cut.
+        coming: columns of the text that are still to come, where it is cut chunk by chunk.
         reserve: columns that are known to come.
         budgets: for each row, entries a cell may keep on average, for layers that are cut.
         questions: for each row, positions of the question, if it is visible.
@@ -66,10 +71,16 @@ class Forward:
     valid: Tensor | None
     lengths: list[int]
     cutting: bool
+    coming: int = 0
     reserve: int = 0
     budgets: Sequence[int] = ()
     questions: Sequence[tuple[int, int]] = ()
     touched: bool = False
+
+    @property
+    def text_lengths(self) -> list[int]:
+        """Logical length of each row when its text ends; padding is taken to be on the left."""
+        return [length + self.coming for length in self.lengths]
 
 
 class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not typed
@@ -104,7 +115,7 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
         self.progress = progress
         self.store = RaggedLayer()
         self.record: Callable[[], None] = lambda: None
-        self.judged: list[tuple[Held, Judgement]] = []
+        self.judged: list[Judgement] = []  # those that wait for other layers
         self._queries: list[tuple[Tensor, Tensor, Tensor | None]] = []  # of earlier chunks of a text not yet cut
 
     # -- what transformers asks ------------------------------------------------------------------------------------
@@ -134,11 +145,6 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
     def get_max_cache_shape(self) -> int:
         """No limit; the name before transformers 5.17."""
         return -1
-
-    @property
-    def remembers(self) -> bool:
-        """Whether queries of a text wait for its end."""
-        return bool(self._queries)
 
     @property
     def batch_size(self) -> int:
@@ -182,7 +188,7 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
         """
         forward = _running(self.progress)
         forward.touched = True
-        alone = self.store.keys is None and self.store.tail_length == 0
+        alone = self.store.prefix is None and self.store.tail_length == 0
         positions = forward.positions.to(key.device)
         valid = None if forward.valid is None else forward.valid.to(key.device)
         self.store.append(key, value, positions, valid, forward.reserve)
@@ -191,15 +197,26 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
         output = self._attend_alone(query, valid, scaling) if alone else attend(query, self.store, scaling)
         if forward.cutting:
             self._judge(module, query, positions, valid, scaling)
-        elif forward.reserve:
+        elif forward.coming:
             self._remember(query, positions, valid)
         self._count_state()
         self.record()
         return output.transpose(1, 2).contiguous()
 
-    def cut(self, masks: Sequence[Tensor]) -> None:
-        """Keep what the masks name, in the order of `judged`."""
-        self.store.cut([held for held, _ in self.judged], masks)
+    def forget_queries(self) -> None:
+        """Forget the queries of a text whose end was to come."""
+        self._queries.clear()
+        self._count_state()
+        self.record()
+
+    def cut(self, masks: Sequence[Tensor], held: Sequence[Held] = ()) -> None:
+        """Keep what the masks name.
+
+        Args:
+            masks: in the order of `judged`, or of `held`.
+            held: what was judged, where it is still at hand.
+        """
+        self.store.cut(held or self.store.held(self._lengths), masks)
         self.judged.clear()
         self.record()
 
@@ -223,18 +240,25 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
         return self.progress.lengths if forward is None else forward.lengths
 
     def _remember(self, query: Tensor, positions: Tensor, valid: Tensor | None) -> None:
-        """Keep the queries that the policy will need when the text ends in a later chunk."""
-        wanted = self.policy.needs().queries
-        if wanted == 0:
-            return
+        """Add to the queries that the policy will judge by."""
         self._queries.append((query.detach(), positions, valid))
-        if wanted is not None:
-            seen = 0
-            for at in range(len(self._queries) - 1, -1, -1):
-                seen += self._queries[at][0].shape[2]
-                if seen >= wanted:
-                    self._queries = [(q.clone() if q is not query else q, p, v) for q, p, v in self._queries[at:]]
-                    break
+        self._forget_old_queries()
+
+    def _forget_old_queries(self) -> None:
+        """Hold no more queries than the policy wants, in memory of their own."""
+        wanted = self.policy.needs().queries
+        if wanted is None:
+            return
+        kept: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        for query, positions, valid in reversed(self._queries):
+            if wanted <= 0:
+                break
+            count = query.shape[2]
+            if valid is None and wanted < count:
+                query, positions = query[:, :, count - wanted :].clone(), positions[:, count - wanted :].clone()
+            kept.append((query, positions, valid))
+            wanted -= count
+        self._queries = kept[::-1]
 
     def _count_state(self) -> None:
         held = {
@@ -247,15 +271,20 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
 
     def _judge(self, module: nn.Module, query: Tensor, positions: Tensor, valid: Tensor | None, scaling: float) -> None:
         started = time.perf_counter()
+        forward = _running(self.progress)
         self._queries.append((query.detach(), positions, valid))
-        for held in self.store.held(self._lengths):
-            observation = self._observe(module, held, scaling)
-            judgement = self.policy.judge(observation)
-            self.progress.notes.extend(note for note in judgement.notes if note not in self.progress.notes)
-            self.judged.append((held, judgement))
-        self._queries.clear()
+        held = self.store.held(self._lengths)
+        judgements = [self.policy.judge(self._observe(module, rows, scaling)) for rows in held]
+        for judgement in judgements:
+            self.progress.add_notes(judgement.notes)
+        if forward.coming:
+            self._forget_old_queries()  # a chunk may be shorter than the window of queries that judges the next one
+        else:
+            self._queries.clear()
         if self.policy.scope == "layer":
-            self.cut([chosen_masks(self.policy, [judgement])[0] for _, judgement in self.judged])
+            self.cut([chosen_masks(self.policy, [judgement])[0] for judgement in judgements], held)
+        else:
+            self.judged = judgements
         self.progress.evict_seconds += time.perf_counter() - started
 
     def _observe(self, module: nn.Module, held: Held, scaling: float) -> Observation:
@@ -267,21 +296,15 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
         pieces, places = [], []
         for query, position, valid in self._queries:
             # Rows with padding come one by one; their padding is left out.
-            columns = slice(None) if valid is None else valid[first]
+            columns = _newest(query.shape[2], None if valid is None else valid[first], needs.queries)
             pieces.append(query[first:last, :, columns])
             places.append(position[first:last, columns])
-        queries, query_positions = torch.cat(pieces, dim=2), torch.cat(places, dim=1).long()
+        queries, query_positions = _joined(pieces, dim=2), _joined(places, dim=1).long()
         if needs.queries is not None:
             start = max(0, queries.shape[2] - needs.queries)
             queries, query_positions = queries[:, :, start:], query_positions[:, start:]
         length = forward.lengths[first]
-        protected, protected_positions = None, 0
-        if self.protect:
-            protected_positions = len(positions_in(self.protect, length))
-            protected = torch.zeros_like(held.valid)
-            for span in self.protect:
-                start, end, _ = slice(*span).indices(length)
-                protected |= (held.positions >= start) & (held.positions < end)
+        protected, protected_positions = protected_entries(self.protect, held, forward.text_lengths[first])
         return Observation(
             queries=queries,
             query_positions=query_positions,
@@ -301,6 +324,28 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
             rotary=rotary_of(forward.decoder, module) if needs.rotary else None,
             output_weight=output_weight_of(module, query.shape[1]) if needs.output_weight else None,
         )
+
+
+def cut_together(layers: Sequence[KeepLayer], held: Sequence[Sequence[Held]] | None = None) -> None:
+    """Cut the layers that have been judged and wait for one another, policy by policy.
+
+    Args:
+        layers: all evictable layers; those that were cut by themselves are left alone.
+        held: what was judged of each, where the layer does not hold it itself.
+    """
+    while waiting := [layer for layer in layers if layer.judged]:
+        policy = waiting[0].policy
+        alike = [layer for layer in waiting if layer.policy == policy]
+        judgements = [judgement for layer in alike for judgement in layer.judged]
+        # Rows that came one by one share no budget: each is chosen for by itself, over all its layers.
+        groups = len(alike[0].judged)
+        masks: list[list[Tensor]] = [[] for _ in alike]
+        for group in range(groups):
+            chosen = chosen_masks(policy, judgements[group::groups])
+            for kept, mask in zip(masks, chosen, strict=True):
+                kept.append(mask)
+        for layer, kept in zip(alike, masks, strict=True):
+            layer.cut(kept, () if held is None else held[layers.index(layer)])
 
 
 class KeepSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
@@ -352,9 +397,41 @@ class KeepSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
         return sum(t.untyped_storage().nbytes() for t in held.values())
 
 
+def protected_entries(spans: Sequence[Span], held: Held | Observation, length: int) -> tuple[Tensor | None, int]:
+    """The entries that a caller protects.
+
+    Args:
+        spans: of positions, as slices.
+        held: entries of rows of one text.
+        length: of the text.
+
+    Returns:
+        `[B, H_kv, N]` those that are held, None without spans; and how many positions the spans cover.
+    """
+    if not spans:
+        return None, 0
+    protected = torch.zeros_like(held.valid)
+    for span in spans:
+        start, end, _ = slice(*span).indices(length)
+        protected |= (held.positions >= start) & (held.positions < end)
+    return protected, len(positions_in(spans, length))
+
+
 def positions_in(spans: Sequence[Span], length: int) -> set[int]:
     """The positions that some spans cover in a text of `length` tokens."""
     return {position for span in spans for position in range(*slice(*span).indices(length))}
+
+
+def _newest(count: int, valid: Tensor | None, wanted: int | None) -> slice | Tensor:
+    """The last `wanted` of `count` columns, or of those that are `valid [count]`; None: all of them."""
+    if valid is None:
+        return slice(0 if wanted is None else max(0, count - wanted), count)
+    real = valid.nonzero()[:, 0]
+    return real if wanted is None else real[max(0, len(real) - wanted) :]
+
+
+def _joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=dim)
 
 
 def _running(progress: Progress) -> Forward:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvkeep.errors import ModelFileError, UnsupportedError, near_names
+from kvkeep.errors import ModelFileError, UnsupportedError
 from kvkeep.hf.convert import QUICK_CHECK_TOKENS, check_model, quiet, read_gguf
 from kvkeep.hf.embedded import (
     KNOWN_MODELS,
@@ -32,27 +31,18 @@ from kvkeep.hf.embedded import (
     ModelRecord,
     fetch_model,
     kvkeep_home,
-    model_folder,
     sha256_of,
     verify_folder,
 )
+from kvkeep.hf.sources import Dtype, find_source
 
 __all__ = ["KNOWN_MODELS", "ModelRecord", "fetch_model", "kvkeep_home", "load_model", "model_sha256"]
-
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def load_model(
     name_or_path: str | PathLike[str],
     *,
-    dtype: torch.dtype | str = torch.float32,
+    dtype: torch.dtype | str = "auto",
     device: torch.device | str = "cpu",
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer, ready to generate (`eval`, transformers' SDPA attention).
@@ -66,34 +56,27 @@ def load_model(
 
     Args:
         name_or_path: the name of a known model, a folder, a `.gguf` file, or an `owner/name` of the hub.
-        dtype: float32, bfloat16, float16 or float64; as a string too.
+        dtype: float32, bfloat16, float16 or float64; as a string too. "auto": the type that a folder or a model of
+            the hub was saved in; float32 for known models and `.gguf` files, whose weights are dequantised.
         device: of torch, such as "cpu", "cuda" or "cuda:1".
 
     Raises:
         ModelFileError: an unknown name; a missing, incomplete or damaged file; a known model that fails its check.
         UnsupportedError: an unknown dtype, or a device that is not there.
     """
-    kind, place = _as_dtype(dtype), _as_device(device)
-    if isinstance(name_or_path, str) and name_or_path in KNOWN_MODELS:
-        folder = model_folder(name_or_path)
-        return _load_folder(folder if folder.exists() else fetch_model(name_or_path), kind, place, name=name_or_path)
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
-        return _load_folder(path, kind, place)
-    if path.is_file() and path.suffix == ".gguf":
-        return _load_gguf(path, kind, place)
-    is_file = path.exists() or path.suffix == ".gguf"
-    if isinstance(name_or_path, str) and not is_file and _HUB_ID.fullmatch(name_or_path):
-        return _from_pretrained(name_or_path, kind, place, local=False)
-    raise ModelFileError(
-        expected="a known model, a folder, a .gguf file, or an owner/name of the hub",
-        received=f"{str(name_or_path)!r}, {'another kind of file' if path.exists() else 'which is none of them'}",
-        remedy="check the path" if is_file or len(path.parts) > 1 else near_names(str(name_or_path), KNOWN_MODELS),
-    )
+    source = find_source(name_or_path)
+    kind, place = source.dtype(dtype), _as_device(device)
+    if source.path is None:
+        return _from_pretrained(source.name, kind, place, local=False)
+    if source.kind == "known":
+        folder = source.path if source.path.exists() else fetch_model(source.name)
+        return _load_folder(folder, kind, place, name=source.name)
+    load = _load_gguf if source.kind == "gguf" else _load_folder
+    return load(source.path, kind, place)
 
 
 def _load_folder(
-    folder: Path, dtype: torch.dtype, device: torch.device, *, name: str | None = None
+    folder: Path, dtype: Dtype, device: torch.device, *, name: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a folder; `name` is that of the known model that it must be."""
     manifest = verify_folder(folder, name)
@@ -118,7 +101,7 @@ def _load_folder(
     return model, tokenizer
 
 
-def _load_gguf(path: Path, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load_gguf(path: Path, dtype: Dtype, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     model, tokenizer = read_gguf(path)
     model = model.to(device=device, dtype=dtype)
     _remember(model, (path,))
@@ -126,7 +109,7 @@ def _load_gguf(path: Path, dtype: torch.dtype, device: torch.device) -> tuple[Pr
 
 
 def _from_pretrained(
-    source: str | Path, dtype: torch.dtype, device: torch.device, *, local: bool
+    source: str | Path, dtype: Dtype, device: torch.device, *, local: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     options: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
     try:
@@ -156,15 +139,6 @@ def _from_pretrained(
             remedy="download the model again; it must have the head of a causal language model",
         )
     return model.to(device).eval(), tokenizer
-
-
-def _as_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    for name, known in DTYPES.items():
-        if dtype in (name, known):
-            return known
-    raise UnsupportedError(
-        expected="a floating type for the weights", received=repr(dtype), remedy=near_names(str(dtype), DTYPES)
-    )
 
 
 def _as_device(device: torch.device | str) -> torch.device:

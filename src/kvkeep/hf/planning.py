@@ -11,12 +11,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvkeep.budget import POSITION_BYTES, Budget, LayerShape
-from kvkeep.errors import BudgetError, ModelFileError, UnsupportedError, near_names
+from kvkeep.errors import ModelFileError
+from kvkeep.hf.budgets import cell_budgets
 from kvkeep.hf.convert import quiet
-from kvkeep.hf.embedded import KNOWN_MODELS, model_folder
-from kvkeep.hf.models import DTYPES
+from kvkeep.hf.sources import DTYPES, find_source
 from kvkeep.hf.support import LayerPlan, plan_model
-from kvkeep.policies import Ada, Full, Policy, PromptPolicy, Pyramid, Threshold, TopK, Uniform
+from kvkeep.policies import Ada, Policy, PromptPolicy, Pyramid, Threshold, TopK, Uniform
 
 # They spend the whole budget, whatever the scores are.
 _SPENDERS = (Uniform, Ada, Pyramid, Threshold)
@@ -83,14 +83,7 @@ def plan_cache(model: Any, policy: PromptPolicy, budget: Budget, context_length:
     """
     plans = plan_model(model)
     shapes = [plan.shape for plan in plans if plan.window is None]
-    window_bytes = sum(_window_bytes(plan, context_length) for plan in plans)
-    kept = budget.entries_per_cell([context_length], shapes, window_bytes)[0]
-    if isinstance(policy, Full) and kept < context_length:
-        raise BudgetError(
-            expected=f"a budget of {context_length} entries per cell, all that policy 'full' keeps",
-            received=f"{kept} ({budget})",
-            remedy="choose a policy that evicts, or compression_ratio=0",
-        )
+    kept = cell_budgets(budget, [context_length], plans, [policy] * len(shapes))[0]
     cells = sum(shape.kv_heads for shape in shapes)
     payload = sum(shape.kv_heads * kept * shape.entry_bytes for shape in shapes)
     held = sum(shape.bytes_for(1, kept) for shape in shapes)
@@ -105,7 +98,7 @@ def plan_cache(model: Any, policy: PromptPolicy, budget: Budget, context_length:
         payload_bytes=payload,
         metadata_bytes=held - payload,
         held_bytes=held,
-        window_bytes=window_bytes,
+        window_bytes=sum(plan.window_bytes(context_length) for plan in plans),
         full_bytes=full,
         fraction=held / full,
         peak_bytes=_peak(plans, policy, kept, context_length),
@@ -115,64 +108,53 @@ def plan_cache(model: Any, policy: PromptPolicy, budget: Budget, context_length:
     )
 
 
-def empty_model(name_or_path: str | PathLike[str], dtype: str) -> PreTrainedModel:
+def empty_model(name_or_path: str | PathLike[str], dtype: torch.dtype | str = "auto") -> PreTrainedModel:
     """A model without its weights, from its configuration.
 
     Args:
         name_or_path: as for `load_model`; a known model must have been fetched.
-        dtype: the name of a floating type.
+        dtype: as for `load_model`.
 
     Raises:
-        ModelFileError: no configuration of a causal language model there.
+        ModelFileError: no configuration of a causal language model there, or one that does not tell the type.
         UnsupportedError: an unknown dtype.
     """
-    if dtype not in DTYPES:
-        raise UnsupportedError(
-            expected="a floating type for the weights", received=repr(dtype), remedy=near_names(dtype, DTYPES)
-        )
-    name = str(name_or_path)
-    path = Path(name_or_path).expanduser()
-    if name in KNOWN_MODELS and not (path := model_folder(name)).is_dir():
+    source = find_source(name_or_path)
+    kind, path = source.dtype(dtype), source.path
+    if source.kind == "known" and path is not None and not path.is_dir():
         raise ModelFileError(
-            expected=f"the fetched model {name!r}, whose configuration tells the sizes",
+            expected=f"the fetched model {source.name!r}, whose configuration tells the sizes",
             received=f"no folder {path}",
-            remedy=f"run `kvkeep models fetch {name}` first",
+            remedy=f"run `kvkeep models fetch {source.name}` first",
         )
-    if not path.exists() and "/" not in name:
-        raise ModelFileError(
-            expected="a known model, a folder, a .gguf file, or an owner/name of the hub",
-            received=f"{name!r}, which is none of them",
-            remedy=near_names(name, KNOWN_MODELS),
-        )
-    options: dict[str, Any] = {"gguf_file": path.name} if path.is_file() else {}
-    source = path.parent if path.is_file() else path if path.exists() else name
+    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": path is not None}
+    place: str | Path = source.name if path is None else path
+    if path is not None and source.kind == "gguf":
+        place, options["gguf_file"] = path.parent, path.name
     try:
         with quiet(), torch.device("meta"):
-            config = AutoConfig.from_pretrained(
-                source, trust_remote_code=False, local_files_only=path.exists(), **options
-            )
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, dtype=DTYPES[dtype], trust_remote_code=False
-            )
+            config = AutoConfig.from_pretrained(place, **options)
+            known = kind if kind != "auto" else getattr(config.get_text_config(decoder=True), "dtype", None)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=known, trust_remote_code=False)
     except Exception as error:  # readers of files, parsers and the hub's client raise errors of many kinds
         raise ModelFileError(
-            expected=f"the configuration of a causal language model at {name!r}"
-            + ("" if path.exists() else " (no such path here, so an id of the hub)"),
+            expected=f"the configuration of a causal language model at {source.name!r}"
+            + ("" if path is not None else " (no such path here, so an id of the hub)"),
             received=f"{type(error).__name__}: {error}",
             remedy="check the path or the id, and that the hub can be reached for an id",
         ) from error
+    if known is None:
+        raise ModelFileError(
+            expected=f"a configuration that tells the type of the weights, at {source.name!r}",
+            received="none",
+            remedy=f"say which: {', '.join(DTYPES)}",
+        )
     return model
 
 
 def _spends_all(policy: PromptPolicy) -> bool:
     """Whether the policy keeps exactly what the budget allows, whatever the scores are."""
     return isinstance(policy, Policy) and type(policy.allocator) in _SPENDERS and type(policy.selector) is TopK
-
-
-def _window_bytes(plan: LayerPlan, length: int) -> int:
-    if plan.window is None:
-        return 0
-    return plan.shape.kv_heads * plan.shape.entry_bytes * min(plan.window - 1, length)
 
 
 def _dense_bytes(shape: LayerShape, length: int) -> int:
@@ -186,7 +168,7 @@ def _peak(plans: list[LayerPlan], policy: PromptPolicy, kept: int, length: int) 
     evicted = [plan.shape for plan in plans if plan.window is None]
     for plan in plans:
         if plan.window is not None:
-            held += _window_bytes(plan, length)
+            held += plan.window_bytes(length)
         elif policy.scope == "layer":
             peak = max(peak, held + _dense_bytes(plan.shape, length) + plan.shape.bytes_for(1, kept))
             held += plan.shape.bytes_for(1, kept)

@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedTokenizerBase
 
+from kvkeep.budget import Budget
 from kvkeep.errors import CacheStateError
 from kvkeep.hf import saving
 from kvkeep.hf.cache import KeepCache, Mark
@@ -24,6 +25,7 @@ from kvkeep.hf.layers import Span
 from kvkeep.hf.policy_table import PolicyLike
 from kvkeep.hf.support import CACHE_ARGUMENT
 from kvkeep.hf.turns import JOINT, TurnTexts, check_options, check_words, encode_after
+from kvkeep.hf.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,13 @@ class Answer:
     decode_tokens_per_s: float
 
 
+def joint_rate(answers: Sequence[Answer]) -> float:
+    """Tokens per second over all answers together, after the first token of each; 0 if no answer has a second one."""
+    rated = [answer for answer in answers if answer.decode_tokens_per_s]
+    seconds = sum((answer.new_tokens - 1) / answer.decode_tokens_per_s for answer in rated)
+    return sum(answer.new_tokens - 1 for answer in rated) / seconds if seconds else 0.0
+
+
 @dataclass
 class _State:
     """Where in the template the cache stands."""
@@ -60,11 +69,14 @@ class Session:
         model: a supported transformers model.
         tokenizer: its tokenizer; its chat template is used if it has one.
         policy: see `KeepCache`.
-        compression_ratio: see `KeepCache`; exactly one of the three budgets.
+        compression_ratio: see `KeepCache`; exactly one way to give a budget.
         entries: see `KeepCache`.
         bytes: see `KeepCache`.
+        budget: see `KeepCache`.
         protect: position ranges that stay; `session.header_tokens` tells where the template's header ends.
         system: a system prompt, in place of the template's own.
+        chunk_tokens: process texts in chunks of so many tokens and cut after each, so that no more than the budget and
+            one chunk is ever held; see `cut_chunks` of `KeepCache`. None: each text at once.
 
     Every `ingest` judges everything that is held, old and new, so that the budget holds for the whole conversation;
     questions and answers come on top until the next `ingest`. A session whose cache is empty begins anew, whoever
@@ -82,17 +94,26 @@ class Session:
         *,
         compression_ratio: float | None = None,
         entries: int | None = None,
-        bytes: int | None = None,
+        bytes: int | str | None = None,
+        budget: Budget | None = None,
         protect: Sequence[Span] = (),
         system: str | None = None,
+        chunk_tokens: int | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.texts = TurnTexts.of(tokenizer, system)
         self.cache = KeepCache(
-            model, policy, compression_ratio=compression_ratio, entries=entries, bytes=bytes, protect=protect
+            model,
+            policy,
+            compression_ratio=compression_ratio,
+            entries=entries,
+            bytes=bytes,
+            budget=budget,
+            protect=protect,
         )
         self.cache.cut_on_request()
+        self.chunk_tokens = self.cache.read_chunk_tokens(chunk_tokens)
         self._state = _State()
         self._ingested: tuple[Mark, _State] | None = None
         self.prefill_seconds = 0.0
@@ -127,11 +148,17 @@ class Session:
             Tokens processed.
 
         Raises:
-            CacheStateError: no text, or an empty one.
+            CacheStateError: no text, or an empty one; a question beside `chunk_tokens`, which hides it from most cuts.
         """
         check_words("a text", text)
         if question is not None:
             check_words("a question", question)
+            if self.chunk_tokens is not None:
+                raise CacheStateError(
+                    expected="a text without its question: chunk_tokens cuts most of it before the question arrives",
+                    received=f"question={question!r}",
+                    remedy="ask(question) after the text, or make the session without chunk_tokens",
+                )
         ids, before, lead = self._open_user_turn()
         ids = ids + self._encode(before, f"{lead}{text}")
         span = None
@@ -143,13 +170,8 @@ class Session:
         # The last token of a visible question waits: generation needs one token to begin with.
         ids, waiting = (ids, []) if question is None else (ids[:-1], ids[-1:])
         self.cache.question = span
-        self.cache.cut_next()
         started = time.perf_counter()
-        try:
-            self._forward(ids)
-        except BaseException:
-            self.cache.cut_next(False)
-            raise
+        self._ingest(ids)
         self.prefill_seconds += time.perf_counter() - started
         self._state = _State("user" if question is None else "assistant", waiting, question, text[-JOINT:])
         self._ingested = (self.cache.mark(), self._state)
@@ -312,8 +334,24 @@ class Session:
             self._restore(before)
         return answer
 
-    def _forward(self, ids: list[int]) -> None:
+    def _ingest(self, ids: list[int]) -> None:
+        """Process a text, in chunks if wanted; an interruption between two of them leaves what was processed."""
         self._warn_if_too_long(len(ids))
+        chunk = self.chunk_tokens or len(ids)
+        for start in range(0, len(ids), chunk):
+            tokens = ids[start : start + chunk]
+            self.cache.cut_next(coming=len(ids) - start - len(tokens))
+            try:
+                self._forward(tokens)
+            except BaseException:
+                self.cache.cut_next(False)
+                if start and not self.cache.is_broken:
+                    self.cache.end_text()
+                    self._state = _State("user", tail=str(self.tokenizer.decode(ids[:start]))[-JOINT:])
+                    self._ingested = self._checkpoint()
+                raise
+
+    def _forward(self, ids: list[int]) -> None:
         with torch.no_grad():
             self.model(input_ids=self._tensor(ids), use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: self.cache})
 
@@ -323,7 +361,7 @@ class Session:
         self._warn_if_too_long(len(ids) + max_new_tokens)
         inputs = self._tensor(ids)
         seen = self.cache.get_seq_length()
-        streamer = _Watch(self.tokenizer, on_text)
+        streamer = Watch(self.tokenizer, on_text)
         options: dict[str, Any] = {
             "do_sample": False,
             "pad_token_id": self._pad(),
@@ -375,32 +413,3 @@ class Session:
                 "Eviction frees memory; it does not shorten positions.",
                 stacklevel=3,
             )
-
-
-class _Watch(TextStreamer):  # type: ignore[misc]  # transformers is not typed
-    """Passes the answer on as it comes, and looks at the clock."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None] | None) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._on_text = on_text
-        self._started = time.perf_counter()
-        self._times: list[float] = []
-
-    def put(self, value: Tensor) -> None:
-        if not self.next_tokens_are_prompt:
-            self._times.append(time.perf_counter())
-        super().put(value)
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        if self._on_text is not None and text:
-            self._on_text(text)
-
-    @property
-    def first_token_s(self) -> float:
-        return self._times[0] - self._started if self._times else 0.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        if len(self._times) < 2:
-            return 0.0
-        return (len(self._times) - 1) / max(self._times[-1] - self._times[0], 1e-9)

@@ -14,7 +14,7 @@ from kvkeep.hf.cache import KeepCache
 
 
 @dataclass(frozen=True)
-class Piece:
+class Stretch:
     """A stretch of text whose tokens share one fate.
 
     Attributes:
@@ -58,8 +58,8 @@ def kept_shares(cache: KeepCache, layer: int | None = None, head: int | None = N
     return counts / (len(chosen_layers) * len(chosen_heads))
 
 
-def shaded_pieces(text: str, tokenizer: Any, shares: Sequence[float]) -> list[Piece]:
-    """Cut a text where the shares of its tokens change; joined, the pieces are the text again.
+def shaded_stretches(text: str, tokenizer: Any, shares: Sequence[float]) -> list[Stretch]:
+    """Cut a text where the shares of its tokens change; joined, the stretches are the text again.
 
     Args:
         text: the document.
@@ -77,16 +77,16 @@ def shaded_pieces(text: str, tokenizer: Any, shares: Sequence[float]) -> list[Pi
             received=f"{len(spans)}",
             remedy="use the tokenizer that the text was ingested with",
         )
-    pieces: list[Piece] = []
+    stretches: list[Stretch] = []
     done = 0
     for (_, end), share in zip(spans, shares, strict=True):
         if end <= done:
             continue
-        stretch, done = text[done:end], end
-        if pieces and pieces[-1].share == share:
-            pieces[-1] = Piece(pieces[-1].text + stretch, share)
+        words, done = text[done:end], end
+        if stretches and stretches[-1].share == share:
+            stretches[-1] = Stretch(stretches[-1].text + words, share)
         else:
-            pieces.append(Piece(stretch, share))
+            stretches.append(Stretch(words, share))
     if done < len(text):  # what the tokenizer dropped at the end
-        pieces.append(Piece(text[done:], 0.0))
-    return pieces
+        stretches.append(Stretch(text[done:], 0.0))
+    return stretches

@@ -58,7 +58,7 @@ def unwrap(model: Any) -> PreTrainedModel:
     return inner
 
 
-def check_model(model: PreTrainedModel) -> nn.Module:
+def supported_decoder(model: PreTrainedModel) -> nn.Module:
     """The decoder of a supported model.
 
     Raises:
@@ -91,6 +91,12 @@ class LayerPlan:
     index: int
     window: int | None
     shape: LayerShape
+
+    def window_bytes(self, length: int) -> int:
+        """Bytes that a sliding layer holds of a row of `length` tokens; 0 for full attention."""
+        if self.window is None:
+            return 0
+        return self.shape.kv_heads * self.shape.entry_bytes * min(self.window - 1, length)
 
 
 def plan_layers(model: PreTrainedModel) -> list[LayerPlan]:
@@ -126,7 +132,7 @@ def plan_model(model: Any) -> list[LayerPlan]:
         UnsupportedError: an unknown model, or one whose layers all keep a window of their own.
     """
     inner = unwrap(model)
-    check_model(inner)
+    supported_decoder(inner)
     plans = plan_layers(inner)
     if all(plan.window is not None for plan in plans):
         raise UnsupportedError(

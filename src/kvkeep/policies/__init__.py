@@ -22,11 +22,13 @@ from kvkeep.policies.random import Random
 from kvkeep.policies.registry import (
     Entry,
     available_policies,
+    options_of,
     parse_policy,
     part_types,
     policy_string,
     register,
     register_part,
+    summary_of,
 )
 from kvkeep.policies.selectors import Chunks, TopK
 from kvkeep.policies.snapkv import SnapKV
@@ -59,11 +61,13 @@ __all__ = [
     "TopK",
     "Uniform",
     "available_policies",
+    "options_of",
     "parse_policy",
     "part_types",
     "policy_string",
     "register",
     "register_part",
+    "summary_of",
 ]
 
 for _part in (Uniform, Ada, Pyramid, Threshold, TopK, Chunks):

@@ -179,6 +179,12 @@ def _compete(judgements: Sequence[Judgement], floor: int) -> list[Tensor]:
 
 def top_mask(scores: Tensor, counts: Tensor) -> Tensor:
     """A mask of the `counts [...]` highest of `scores [..., N]`; of equal scores the lower index wins."""
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    taken = torch.arange(scores.shape[-1], device=scores.device) < counts[..., None]
-    return torch.zeros_like(taken).scatter_(-1, order, taken)
+    most = min(int(counts.max()), scores.shape[-1])
+    if most <= 0:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    # The last score that is taken is found without sorting the others; of those equal to it, the first ones are taken.
+    best = scores.topk(most, dim=-1).values
+    last = best.gather(-1, (counts - 1).clamp(0, most - 1)[..., None])
+    above, level = scores > last, scores == last
+    room = counts - above.sum(-1)
+    return above | (level & (level.cumsum(-1) <= room[..., None]))

@@ -48,8 +48,8 @@ class Entry:
     def options(self) -> dict[str, Any]:
         """Every option with its default, as they may be written in brackets."""
         if not isinstance(self.policy, Policy):
-            return _fields(self.policy)
-        return {name: value for part in parts(self.policy) for name, value in _fields(part).items()}
+            return options_of(self.policy)
+        return {name: value for part in parts(self.policy) for name, value in options_of(part).items()}
 
 
 _policies: dict[str, Entry] = {}
@@ -133,8 +133,12 @@ def _load_entry_points() -> None:
 
 def _first_line(policy: PromptPolicy) -> str:
     """What the scorer says of itself, or a policy of another shape."""
-    speaker = policy.scorer if type(policy) is Policy else policy
-    return (type(speaker).__doc__ or "").strip().partition("\n")[0]
+    return summary_of(type(policy.scorer) if type(policy) is Policy else type(policy))
+
+
+def summary_of(kind: type) -> str:
+    """The first line of what a class says of itself, without its full stop."""
+    return (kind.__doc__ or "").strip().partition("\n")[0].rstrip(".")
 
 
 def part_types() -> Mapping[str, type[Allocator] | type[Selector]]:
@@ -220,8 +224,8 @@ def _reads_back(text: str, policy: PromptPolicy) -> bool:
 
 def _options(part: Any, usual: Any) -> str:
     """The options that differ from the usual ones, in brackets."""
-    defaults = {key: str(value) for key, value in _fields(usual).items()}
-    changed = [f"{key}={value}" for key, value in _fields(part).items() if str(value) != defaults[key]]
+    defaults = {key: str(value) for key, value in options_of(usual).items()}
+    changed = [f"{key}={value}" for key, value in options_of(part).items() if str(value) != defaults[key]]
     return f"[{','.join(changed)}]" if changed else ""
 
 
@@ -232,7 +236,8 @@ def _description(part: object) -> str:
     return f"{kind.__module__}.{text}"
 
 
-def _fields(part: Any) -> dict[str, Any]:
+def options_of(part: Any) -> dict[str, Any]:
+    """Every option of a part, or of a policy that has no parts, with its value."""
     if not dataclasses.is_dataclass(part):
         return {}
     return {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if f.init}
@@ -243,14 +248,14 @@ def _with_options(policy: PromptPolicy, options: dict[str, str], name: str) -> P
     if not isinstance(policy, Policy):
         changed: PromptPolicy = _replace(policy, options, name)
         return changed
-    known = {key for part in parts(policy) for key in _fields(part)}
+    known = {key for part in parts(policy) for key in options_of(part)}
     _check_options(options, known, name)
-    new = [_replace(part, {k: v for k, v in options.items() if k in _fields(part)}, name) for part in parts(policy)]
+    new = [_replace(part, {k: v for k, v in options.items() if k in options_of(part)}, name) for part in parts(policy)]
     return dataclasses.replace(policy, scorer=new[0], allocator=new[1], selector=new[2])  # a subclass stays one
 
 
 def _replace(part: Any, options: dict[str, str], name: str) -> Any:
-    fields = _fields(part)
+    fields = options_of(part)
     _check_options(options, fields, name)
     values = {key: _read_value(key, text, fields[key], name) for key, text in options.items()}
     return dataclasses.replace(part, **values) if values else part

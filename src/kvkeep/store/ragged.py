@@ -8,6 +8,7 @@ A cut gathers what stays of both into a new prefix.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from kvkeep.store.memory import nbytes
 from kvkeep.store.prefix import Prefix
 from kvkeep.store.tail import Tail
 
-_FIRST_CAPACITY = 16
+# A full tail doubles while it is short; a longer one grows by so many columns, or by an eighth. Every step reads the
+# whole tail anyway, so that copying it now and then costs little, while slack is memory that nobody uses.
+_FIRST_CAPACITY, _GROWTH = 16, 128
 
 
 @dataclass(frozen=True)
@@ -127,15 +130,17 @@ class RaggedLayer:
         """Keep only what the masks name; everything else is gone when this returns.
 
         Args:
-            held: what `held()` gave, all rows of it, in order.
+            held: what `held()` gave, all rows of it, in order; an empty layer takes those of another over.
             masks: for each of them `[B, H_kv, N]`, true where the entry stays.
         """
         before = self.bytes().total + self.lent_bytes
-        pairs = list(zip(held, masks, strict=True))
+        if not self.batch:  # the rectangles are somebody else's
+            self.batch, self.kv_heads = sum(h.rows[1] - h.rows[0] for h in held), held[0].keys.shape[1]
+        places = [mask.nonzero(as_tuple=True) for mask in masks]
         self.prefix = Prefix.from_counts(
-            keys=_joined([h.keys[mask] for h, mask in pairs]),
-            values=_joined([h.values[mask] for h, mask in pairs]),
-            positions=_joined([h.positions[mask].to(torch.int32) for h, mask in pairs]),
+            keys=_gathered([h.keys for h in held], places),
+            values=_gathered([h.values for h in held], places),
+            positions=_joined([h.positions[place].to(torch.int32) for h, place in zip(held, places, strict=True)]),
             counts=_joined([mask.sum(-1) for mask in masks]),
         )
         self.tail = None
@@ -176,46 +181,6 @@ class RaggedLayer:
         return twin
 
     # -- reading ----------------------------------------------------------------------------------------------------
-
-    @property
-    def keys(self) -> Tensor | None:
-        """`[entries, D]` keys of the prefix."""
-        return None if self.prefix is None else self.prefix.keys
-
-    @property
-    def values(self) -> Tensor | None:
-        """`[entries, D]` values of the prefix."""
-        return None if self.prefix is None else self.prefix.values
-
-    @property
-    def offsets(self) -> Tensor | None:
-        """`[cells + 1]` int32, where a cell of the prefix begins."""
-        return None if self.prefix is None else self.prefix.offsets
-
-    @property
-    def positions(self) -> Tensor | None:
-        """`[entries]` int32 positions of the prefix."""
-        return None if self.prefix is None else self.prefix.positions
-
-    @property
-    def tail_keys(self) -> Tensor | None:
-        """`[B, H_kv, capacity, D]`."""
-        return None if self.tail is None else self.tail.keys
-
-    @property
-    def tail_values(self) -> Tensor | None:
-        """`[B, H_kv, capacity, D]`."""
-        return None if self.tail is None else self.tail.values
-
-    @property
-    def tail_positions(self) -> Tensor | None:
-        """`[B, capacity]` int32."""
-        return None if self.tail is None else self.tail.positions
-
-    @property
-    def tail_valid(self) -> Tensor | None:
-        """`[B, capacity]` false at padding; None if the tail has none."""
-        return None if self.tail is None else self.tail.valid
 
     @property
     def tail_length(self) -> int:
@@ -267,7 +232,7 @@ class RaggedLayer:
         Args:
             lengths: logical length of each row; rows of different length are not alike.
         """
-        alike = len(set(lengths)) == 1 and self.tail_valid is None
+        alike = len(set(lengths)) == 1 and (self.tail is None or self.tail.valid is None)
         groups = [(0, self.batch)] if alike else [(row, row + 1) for row in range(self.batch)]
         held = [self._held_rows(*rows) for rows in groups]
         self._lent.update(held)
@@ -357,8 +322,10 @@ class RaggedLayer:
         enough = columns <= self.tail_capacity
         if self.tail is not None and enough and self.tail.is_writable:
             return self.tail
-        least = reserve or _FIRST_CAPACITY
-        capacity = self.tail_capacity if enough else max(columns, 2 * self.tail_capacity, least)
+        capacity = self.tail_capacity
+        if not enough:
+            growth = max(min(capacity, _GROWTH), capacity // 8)
+            capacity = max(columns, capacity + growth, reserve or _FIRST_CAPACITY)
         tail = Tail.allocate(keys, values, capacity) if self.tail is None else self.tail.resized(capacity)
         self._replace_tail(tail)
         return tail
@@ -375,6 +342,26 @@ class RaggedLayer:
 
 def _joined(pieces: Sequence[Tensor], dim: int = 0) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=dim)
+
+
+def _gathered(rectangles: Sequence[Tensor], places: Sequence[tuple[Tensor, ...]]) -> Tensor:
+    """The vectors `[entries, D]` at some places `(row, head, column)` of rectangles `[B, H_kv, N, D]`."""
+    ends = list(itertools.accumulate(len(place[0]) for place in places))
+    size = rectangles[0].shape[-1]
+    gathered = rectangles[0].new_empty(ends[-1], size)
+    for rectangle, place, end in zip(rectangles, places, ends, strict=True):
+        *steps, step = rectangle.stride()
+        part = gathered[end - len(place[0]) : end]
+        if rectangle.numel() and step == 1 and not any(s % size for s in steps):
+            # Vectors lie one behind the other, in whatever order of rows, heads and columns: copy them as a whole.
+            steps = [s // size for s in steps]
+            last = sum((n - 1) * s for n, s in zip(rectangle.shape, steps, strict=False))
+            rows, heads, columns = place
+            index = rows * steps[0] + heads * steps[1] + columns * steps[2]
+            torch.index_select(rectangle.as_strided((last + 1, size), (size, 1)), 0, index, out=part)
+        else:
+            part.copy_(rectangle[place])
+    return gathered
 
 
 def _nothing_held() -> CacheStateError:

@@ -1,0 +1,118 @@
+"""Several caches as the rows of one, so that they decode together: other prompts, policies and budgets side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import CacheStateError, UnsupportedError
+from kvkeep.hf.layers import KeepLayer, KeepSlidingLayer
+from kvkeep.store import RaggedLayer
+from kvkeep.store.prefix import Prefix
+from kvkeep.store.tail import Tail
+
+
+def stack_layers(target: Sequence[KeepLayer], sources: Sequence[Sequence[KeepLayer]]) -> None:
+    """Fill the layers of an empty cache with the rows of others, one after the other; they are copied.
+
+    Args:
+        target: the evictable layers of the new cache.
+        sources: for each cache its evictable layers.
+    """
+    for index, layer in enumerate(target):
+        stores = [layers[index].store for layers in sources]
+        layer.store.batch = sum(store.batch for store in stores)
+        layer.store.kv_heads = stores[0].kv_heads
+        layer.store.prefix = _stack_prefixes(stores)
+        layer.store.tail = _stack_tails(stores)
+
+
+def stack_windows(target: Sequence[KeepSlidingLayer], sources: Sequence[Sequence[KeepSlidingLayer]]) -> None:
+    """The same for sliding-window layers, whose rows must have seen equally much.
+
+    Raises:
+        UnsupportedError: they have not.
+    """
+    for index, layer in enumerate(target):
+        windows = [layers[index].snapshot() for layers in sources]
+        if len({seen for _, _, seen in windows}) > 1:
+            raise UnsupportedError(
+                expected="rows that have seen equally many tokens, in a model with sliding-window layers",
+                received=f"{sorted({seen for _, _, seen in windows})} tokens",
+                remedy="stack caches of one prompt, or decode one by one",
+            )
+        keys = [keys for keys, _, _ in windows if keys is not None]
+        values = [values for _, values, _ in windows if values is not None]
+        layer.restore((torch.cat(keys), torch.cat(values), windows[0][2]))
+
+
+def check_alike(devices: set[torch.device], dtypes: set[torch.dtype], rows: int) -> None:
+    """Refuse rows that cannot stand in one tensor.
+
+    Raises:
+        CacheStateError: nothing to stack, or caches of different devices or dtypes.
+    """
+    if not rows or len(devices) > 1 or len(dtypes) > 1:
+        raise CacheStateError(
+            expected="caches of one model that hold a text each",
+            received=f"{rows} rows, devices {sorted(map(str, devices))}, dtypes {sorted(map(str, dtypes))}",
+            remedy="process a text with each of them first",
+        )
+
+
+def _stack_prefixes(stores: Sequence[RaggedLayer]) -> Prefix | None:
+    prefixes = [store.prefix for store in stores if store.prefix is not None]
+    if not prefixes:
+        return None
+    counts = torch.cat([store.prefix_counts() for store in stores])
+    return Prefix.from_counts(
+        keys=torch.cat([prefix.keys for prefix in prefixes]),
+        values=torch.cat([prefix.values for prefix in prefixes]),
+        positions=torch.cat([prefix.positions for prefix in prefixes]),
+        counts=counts,
+    )
+
+
+def _stack_tails(stores: Sequence[RaggedLayer]) -> Tail | None:
+    """All tails end in the same column; shorter ones have padding before them."""
+    length = max(store.tail_length for store in stores)
+    if not length:
+        return None
+    like = next(store.tail for store in stores if store.tail is not None)
+    rows = sum(store.batch for store in stores)
+    tail = Tail.allocate(like.keys[:1].expand(rows, -1, -1, -1), like.values[:1].expand(rows, -1, -1, -1), length)
+    valid = torch.zeros(rows, length, dtype=torch.bool, device=like.keys.device)
+    for tensor in (tail.keys, tail.values, tail.positions):
+        tensor.zero_()
+    row = 0
+    for store in stores:
+        if store.tail is not None and store.tail.length:
+            own, last = store.tail, slice(length - store.tail.length, length)
+            mine = slice(row, row + store.batch)
+            tail.keys[mine, :, last] = own.keys[:, :, : own.length]
+            tail.values[mine, :, last] = own.values[:, :, : own.length]
+            tail.positions[mine, last] = own.positions[:, : own.length]
+            valid[mine, last] = True if own.valid is None else own.valid[:, : own.length]
+        row += store.batch
+    if not bool(valid.all()):
+        tail.valid = valid
+    tail.rewind(length)
+    return tail
+
+
+def left_padded(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Token ids `[rows, longest]` with padding on the left, and their mask; no mask where nothing is padded.
+
+    Args:
+        rows: tokens of each row, at least one.
+        pad: the token to fill up with.
+        device: of the result.
+    """
+    longest = max(map(len, rows))
+    ids = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in rows], device=device)
+    if all(len(row) == longest for row in rows):
+        return ids, None
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    return ids, (torch.arange(longest, device=device) >= longest - lengths[:, None]).long()
