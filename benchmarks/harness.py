@@ -67,14 +67,22 @@ class Claim:
         return None
 
 
-def arguments(claim: Claim, parser: argparse.ArgumentParser | None = None) -> argparse.Namespace:
-    """The command line; adds `quick` and `runs`."""
+class Milliseconds(float):
+    """What a side returns that has measured itself, in another process for instance."""
+
+
+def arguments(
+    claim: Claim, parser: argparse.ArgumentParser | None = None, quick_runs: int | None = None
+) -> argparse.Namespace:
+    """The command line; adds `quick` and `runs`; `quick_runs`: how many those are where it is not a third."""
     parser = parser or argparse.ArgumentParser(description=claim.cell)
     parser.add_argument("--quick", action="store_true", help="a smaller version, in under a minute")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--runs", type=int, help="other than the claim's number, which then is not what was measured")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    options.runs = max(5, claim.runs // 3) if options.quick else claim.runs
+    if not options.runs:
+        options.runs = (quick_runs or max(5, claim.runs // 3)) if options.quick else claim.runs
     print(f"{claim.name}: {claim.cell}")
     print(
         f"torch {torch.__version__}, {options.threads} threads, {platform.machine()}, "
@@ -84,16 +92,26 @@ def arguments(claim: Claim, parser: argparse.ArgumentParser | None = None) -> ar
 
 
 def alternate(
-    sides: Mapping[str, Callable[[], object]], runs: int, *, warm_up: int = 2, progress: str = ""
+    sides: Mapping[str, Callable[[], object]], runs: int, *, warm_up: int = 2, pause: float = 0, progress: str = ""
 ) -> dict[str, list[float]]:
-    """Milliseconds of each run of each side, measured in turns, so that a noisy minute hits both."""
+    """Milliseconds of each run of each side, measured in turns, so that a noisy minute hits both.
+
+    Args:
+        sides: what is measured, by name; a side that returns `Milliseconds` has measured itself.
+        runs: of each side.
+        warm_up: runs before, which do not count.
+        pause: seconds before each run, so that the threads of a side in another process have stopped spinning.
+        progress: what to call this on a terminal.
+    """
     taken: dict[str, list[float]] = {name: [] for name in sides}
     for run in range(-warm_up, runs):
         for name, side in sides.items():
+            time.sleep(pause)
             started = time.perf_counter()
-            side()
+            result = side()
+            needed = 1000 * (time.perf_counter() - started)
             if run >= 0:
-                taken[name].append(1000 * (time.perf_counter() - started))
+                taken[name].append(float(result) if isinstance(result, Milliseconds) else needed)
         if progress and sys.stderr.isatty():
             print(f"\r{progress}: {max(0, run + 1)}/{runs}", end="" if run + 1 < runs else "\n", file=sys.stderr)
     return taken

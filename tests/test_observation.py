@@ -56,6 +56,19 @@ def test_attention_rows(shape, window):
     torch.testing.assert_close(observation.window_attention(window), rows.mean(2))
 
 
+@pytest.mark.parametrize("shape", [{"length": 75}, {"length": 300, "ragged": True}], ids=str)
+def test_windows_are_the_same_whoever_asked_first(shape):
+    windows = (1, 32, 33, 70)  # of one piece, and of several
+    fresh = [random_observation(**shape, seed=4).window_attention(window) for window in windows]
+    up, down = random_observation(**shape, seed=4), random_observation(**shape, seed=4)
+    upwards = [up.window_attention(window) for window in windows]
+    downwards = [down.window_attention(window) for window in reversed(windows)]
+    for window, alone, first, last in zip(windows, fresh, upwards, reversed(downwards), strict=True):
+        assert torch.equal(alone, first)
+        assert torch.equal(alone, last)
+        torch.testing.assert_close(alone, up.attention_rows(window).mean(2))
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_accumulated_attention(shape):
     observation = random_observation(**shape, seed=5)

@@ -279,7 +279,8 @@ class Observation:
         keys = self._float("keys").detach().transpose(2, 3)
         open_columns = self._open_columns(start)
         positions, missing = self.positions[:, :, None, open_columns:], ~self.valid[:, :, None, open_columns:]
-        elements = _BLOCK_ELEMENTS if keys.device.type == "cpu" else _BLOCK_ELEMENTS_ON_DEVICES
+        on_cpu = keys.device.type == "cpu"
+        elements = _BLOCK_ELEMENTS if on_cpu else _BLOCK_ELEMENTS_ON_DEVICES
         block = max(1, min(end - start, elements // (batch * heads * held)))
         memory = keys.new_empty(batch * heads * block * held)
         for first in range(start, end, block):
@@ -294,7 +295,8 @@ class Observation:
             at = self.query_positions[:, None, first:last, None]
             hidden = (positions > at) | missing  # [B, H_kv, q, n]
             logits[..., open_columns:].masked_fill_(hidden[:, :, None], -math.inf)
-            yield torch.softmax(logits, -1, out=logits)
+            # In place where fresh memory is what costs; elsewhere it is not promised to work.
+            yield torch.softmax(logits, -1, out=logits) if on_cpu else logits.softmax(-1)
 
     def _open_columns(self, first: int) -> int:
         """From which column on an entry may be hidden from one of the queries `first` and later.

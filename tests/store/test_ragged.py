@@ -392,6 +392,27 @@ def test_first_tokens_bring_no_slack(layout: Callable[[Tensor], Tensor]) -> None
     assert layer.bytes().payload == 2 * 2 * 5 * layer.entry_bytes
 
 
+def columns_first(tensor: Tensor) -> Tensor:
+    """The same numbers, those of a vector far apart."""
+    return tensor.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+@pytest.mark.parametrize("layout", [plain, transposed, fused, columns_first])
+@pytest.mark.parametrize("later", [0, 3])
+def test_a_cut_finds_vectors_however_they_lie(layout: Callable[[Tensor], Tensor], later: int) -> None:
+    keys, values, positions = tokens(2, 10)
+    layer = RaggedLayer()
+    layer.append(layout(keys[:, :, : 10 - later]), layout(values[:, :, : 10 - later]), positions[:, : 10 - later])
+    if later:  # a tail with room, whose rows do not lie side by side
+        layer.append(keys[:, :, -later:], values[:, :, -later:], positions[:, -later:])
+    mask = torch.rand(2, 2, 10, generator=torch.Generator().manual_seed(1)) < 0.4
+    layer.cut(layer.held([10, 10]), [mask])
+    assert layer.prefix is not None
+    assert torch.equal(layer.prefix.keys, keys[mask])
+    assert torch.equal(layer.prefix.values, values[mask])
+    assert layer.prefix.positions.tolist() == mask.nonzero()[:, 2].tolist()
+
+
 def test_rows_with_padding_come_one_by_one() -> None:
     """Columns that are padding in one row only must not be left out of the other."""
     layer = RaggedLayer()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from kvkeep.attention import cells, native, padded, reference
+from kvkeep.attention import cells, native, padded, reference, triton_decode, varlen
 from kvkeep.errors import UnsupportedError, near_names
 from kvkeep.store import RaggedLayer
 
@@ -18,6 +18,8 @@ PATHS: Mapping[str, Callable[[Tensor, RaggedLayer, float], Tensor]] = {
     "padded": padded.attend,
     "cells": cells.attend,
     "native": native.attend,
+    "triton": triton_decode.attend,
+    "varlen": varlen.attend,
 }
 
 
@@ -33,6 +35,10 @@ def attend(query: Tensor, layer: RaggedLayer, scaling: float) -> Tensor:
 def _best_path(query: Tensor, layer: RaggedLayer) -> str:
     if native.suits(query, layer):
         return "native"
+    if triton_decode.suits(query, layer):
+        return "triton"
+    if varlen.suits(query, layer):
+        return "varlen"
     return "padded" if layer.is_uniform else "cells"
 
 
@@ -48,6 +54,13 @@ def _named_path(query: Tensor, layer: RaggedLayer) -> str | None:
             received=f"{query.dtype} on {query.device}, compiled code for {native.instruction_sets() or 'nothing'}",
             remedy=f"unset {VARIABLE}: each layer then takes the path that suits it; or reinstall kvkeep where there "
             "is a C++ compiler",
+        )
+    on_gpu = {"triton": triton_decode, "varlen": varlen}.get(name or "")
+    if on_gpu and not on_gpu.can_attend(query, layer):
+        raise UnsupportedError(
+            expected=on_gpu.NEEDS,
+            received=f"{query.dtype} of size {query.shape[-1]} on {query.device}",
+            remedy=f"unset {VARIABLE}: each layer then takes the path that suits it",
         )
     return name
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError
 
 from kvkeep import __version__
-from kvkeep.cli import demo, models, plan, policies, run, show
+from kvkeep.cli import bench, demo, models, plan, policies, run, show, tune
 from kvkeep.cli.options import unreadable
 from kvkeep.cli.output import print_error, show_warning
 from kvkeep.errors import KvkeepError
@@ -26,7 +26,17 @@ app = App(
     suppress_keyboard_interrupt=False,
     result_action="return_value",
 )
-for _command in (run.run, demo.demo, show.show, plan.plan, policies.policies, models.models):
+for _command in (
+    run.run,
+    demo.demo,
+    show.show,
+    bench.bench,
+    bench.report,
+    tune.tune,
+    plan.plan,
+    policies.policies,
+    models.models,
+):
     app.command(_command)
 
 

@@ -1,0 +1,1 @@
+"""The benchmark: policies, budgets and tasks, one prefill for each sample."""

@@ -1,0 +1,93 @@
+"""A run: samples of tasks, measured once each and appended to a log that a killed run goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvkeep.bench.executors import Unit, Worker, make_executor
+from kvkeep.bench.settings import Settings
+from kvkeep.errors import TaskError
+from kvkeep.results import Key, ResultLog, row_key
+from kvkeep.tasks.protocols import CONTINUATION, Sample, Task, Tokenizer
+
+
+def run(
+    settings: Settings,
+    tasks: list[Task],
+    folder: str | Path,
+    *,
+    loaded: tuple[Any, Any] | None = None,
+    device: str = "cpu",
+    executor: str = "serial",
+    workers: int = 1,
+    batch_rows: int = 16,
+    claims: str | Path | None = None,
+    on_rows: Callable[[int, int, str], None] = lambda done, total, task: None,
+) -> Path:
+    """Measure what is missing in a folder.
+
+    Args:
+        settings: of the run; a folder that has rows already must have the same ones.
+        tasks: the tasks that the settings name.
+        folder: of the results.
+        loaded: model and tokenizer, where they are at hand.
+        device: of the model.
+        executor: serial, processes or ray.
+        workers: of the executors that have several.
+        batch_rows: caches that answer together; more of them want more memory.
+        claims: a claims file to declare before the run.
+        on_rows: told after each row how many there are, how many there will be, and the task.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ResultsError: another run's folder, or a row that cannot be written.
+        TaskError: a length that is too small for a task and the template.
+    """
+    worker = Worker(settings, loaded, device=device, batch_rows=batch_rows)
+    with ResultLog(folder, settings.to_dict(), claims) as log:
+        samples = list(_samples(settings, tasks, worker.tokenizer, worker.overhead))
+        keys = {sample.key: list(_keys(settings, sample)) for sample in samples}
+        total = sum(map(len, keys.values()))
+
+        def missing() -> Iterator[Unit]:
+            for sample in samples:
+                there = frozenset(key for key in keys[sample.key] if key in log)
+                if len(there) < len(keys[sample.key]):
+                    yield sample, there
+
+        on_rows(len(log), total, "")
+        chosen = make_executor(executor, settings, workers, worker, device=device, batch_rows=batch_rows)
+        for rows in chosen.run(missing()):
+            for row in rows:
+                log.append(row)
+                on_rows(len(log), total, row.task)
+    return Path(folder)
+
+
+def _samples(settings: Settings, tasks: list[Task], tokenizer: Tokenizer, overhead: int) -> Iterator[Sample]:
+    for task in tasks:
+        for length in settings.lengths:
+            room = length - overhead
+            if room < 1:
+                raise TaskError(
+                    expected=f"a length above the {overhead} tokens of the chat template",
+                    received=f"{length}",
+                    remedy="ask for more tokens",
+                )
+            for sample in task.samples(tokenizer, length=room, count=settings.samples, seed=settings.seed):
+                # In results, under the length that was asked for, template included.
+                yield replace(sample, length=length) if sample.length else sample
+
+
+def _keys(settings: Settings, sample: Sample) -> Iterator[Key]:
+    for protocol in settings.protocols:
+        for index, turn in enumerate(sample.turns):
+            if protocol == "query-aware" and (turn.continues or turn.metric == CONTINUATION):
+                continue  # what it asks is not known when the text is cut, or nothing
+            for policy, budget in settings.cuts:
+                yield row_key(sample.key, index, policy, budget.describe(), protocol)

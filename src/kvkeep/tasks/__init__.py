@@ -1,0 +1,1 @@
+"""Long-context tasks: one file for each family."""
