@@ -17,7 +17,7 @@ from kvkeep import KeepCache, decode_batch
 from kvkeep.hf.support import CACHE_ARGUMENT
 
 LENGTHS = (512, 1024, 1536, 2048, 2560, 3072, 3584, 4096)
-NEW_TOKENS = 64
+NEW_TOKENS = 16
 
 
 def padded_cache(model: Any, lengths: tuple[int, ...]) -> DynamicCache:
@@ -54,7 +54,7 @@ def main() -> None:
     claim = Claim.read("batch_decode")
     options = arguments(claim)
     lengths = tuple(length // 4 for length in LENGTHS) if options.quick else LENGTHS
-    count = 16 if options.quick else NEW_TOKENS
+    count = 8 if options.quick else NEW_TOKENS
     model, _ = embedded_model()
     caches = [kept_cache(model, length, 0.75) for length in lengths]
     stacked = KeepCache.stack(caches)

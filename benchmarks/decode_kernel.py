@@ -97,7 +97,8 @@ class Sides:
         return self.memory[index].sum()
 
     def compiled_read(self, index: int) -> None:
-        memory = self.memory[index]
+        # Not what torch.sum has just read, which would come from the processor's cache.
+        memory = self.memory[(index + len(self.memory) // 2) % len(self.memory)]
         native._compiled().read_all(memory.data_ptr(), memory.nbytes, torch.get_num_threads())
 
     def turning(self, side: Callable[[int], object]) -> Callable[[], object]:

@@ -51,8 +51,9 @@ def prefills(model: Any, length: int, runs: int) -> dict[str, float]:
     print(f"  {'':<10} {'mean':>10} {'std':>9} {'median':>10} {'min':>10} {'max':>10}   to none")
     means = {name: statistics.mean(values) for name, values in taken.items()}
     for name, values in taken.items():
+        deviation = statistics.stdev(values) if len(values) > 1 else float("nan")
         print(
-            f"  {name:<10} {means[name]:10.1f} {statistics.stdev(values):9.1f} {median(values):10.1f} "
+            f"  {name:<10} {means[name]:10.1f} {deviation:9.1f} {median(values):10.1f} "
             f"{min(values):10.1f} {max(values):10.1f} {means[name] / means['none']:9.3f}"
         )
     return {f"prefill, {name} to none, {length} tokens": means[name] / means["none"] for name in POLICIES}

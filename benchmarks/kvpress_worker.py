@@ -20,7 +20,7 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 import torch
 import transformers
-from kvpress import AdaKVPress, BasePress, ChunkKVPress, SnapKVPress
+from kvpress import AdaKVPress, BasePress, ChunkKVPress, CriticalAdaKVPress, KVzipPress, SnapKVPress
 from kvpress.presses import snapkv_press
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -28,11 +28,17 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 
 def press_of(description: dict[str, Any] | None) -> BasePress | None:
-    """`{"name": "snapkv" | "chunkkv" | "adakv", "ratio": ..., "window": ..., "kernel": ...}`; None for no press."""
+    """`{"name": ..., "ratio": ..., "window": ..., "kernel": ...}`; None for no press."""
     if description is None:
         return None
     snapkv = SnapKVPress(description["ratio"], window_size=description["window"], kernel_size=description["kernel"])
-    wrapped = {"snapkv": lambda: snapkv, "chunkkv": lambda: ChunkKVPress(snapkv), "adakv": lambda: AdaKVPress(snapkv)}
+    wrapped = {
+        "snapkv": lambda: snapkv,
+        "chunkkv": lambda: ChunkKVPress(snapkv),
+        "adakv": lambda: AdaKVPress(snapkv),
+        "criticaladakv": lambda: CriticalAdaKVPress(snapkv),
+        "kvzip": lambda: KVzipPress(description["ratio"]),
+    }
     press: BasePress = wrapped[description["name"]]()
     return press
 

@@ -10,7 +10,7 @@ import torch
 
 from kvkeep import observation as module
 from kvkeep.errors import PolicyError
-from kvkeep.observation import Needs, Rotary, smooth
+from kvkeep.observation import Needs, Rotary, SecondPass, smooth
 from kvkeep.testing import ordinary_rotary, random_observation
 
 SHAPES = [
@@ -153,6 +153,10 @@ def test_needs_add_up():
     assert Needs(3) | Needs(5, rotary=True) == Needs(5, rotary=True)
     assert Needs(3, output_weight=True) | Needs(None) == Needs(None, output_weight=True)
     assert Needs() == Needs(0)
+    passes = [frozenset({SecondPass(chunk)}) for chunk in (5, 6)]
+    assert Needs(second_passes=passes[0]) | Needs(second_passes=passes[1]) == Needs(second_passes=passes[0] | passes[1])
+    assert Needs(second_passes=passes[0]).whole_text
+    assert not Needs(9).whole_text
 
 
 @pytest.mark.parametrize("kernel", [1, 3, 7])

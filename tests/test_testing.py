@@ -13,7 +13,7 @@ import torch
 
 from kvkeep.errors import PolicyError, UnsupportedError
 from kvkeep.hf.cache import KeepCache
-from kvkeep.observation import Needs
+from kvkeep.observation import Needs, SecondPass
 from kvkeep.policies import Policy, Scorer, TopK, Uniform, available_policies
 from kvkeep.policies.allocators import Allocator, top_mask
 from kvkeep.policies.protocols import Selector
@@ -29,9 +29,18 @@ COMPOSED = [
     "knorm+threshold[floor=8]",
     "knorm+threshold[floor=0]+chunks[length=3]",
     "knorm+pyramid[beta=2]",
+    "snapkv+threshold[floor=32,cap=1.5]",
+    "snapkv+flat",
+    "knorm+flat[safeguard=0]+chunks[length=3]",
+    "keydiff+threshold+critical[first=0.25]",
+    "lagkv[lag=8,sinks=2]",
+    "lagkv[lag=5,across=true]+ada",
+    "cur[window=0,combine=mean]+flat",
+    "simlayer[sinks=1,recent=3,queries=4]",
     "random[seed=3]+ada",
     "keydiff+ada[safeguard=0]+chunks[length=8]",
     "expected-attention[covariance=false,epsilon=0.01]+ada",
+    "kvzip+threshold[floor=32]",
 ]
 
 
@@ -332,6 +341,11 @@ def test_an_adapter_gives_what_was_declared():
     assert some.rotary is full.rotary
     assert some.output_weight is full.output_weight
     assert gathered(full, Needs(queries=None)).queries.shape[2] == 30
+    assert not bare.second_passes
+    asked = SecondPass(chunk=5)
+    [(given, attention)] = gathered(full, Needs(second_passes=frozenset({asked}))).second_passes.items()
+    assert given == asked
+    assert attention.shape == full.valid.shape
 
 
 def test_ordinary_rotary_is_llamas():

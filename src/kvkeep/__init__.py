@@ -27,14 +27,17 @@ if TYPE_CHECKING:
     from kvkeep.hf.cache import KeepCache
     from kvkeep.hf.decoding import decode_batch
     from kvkeep.hf.models import load_model
+    from kvkeep.hf.repeat_prompt import RepeatPrompt
     from kvkeep.hf.session import Answer, Session
-    from kvkeep.observation import Needs, Observation
+    from kvkeep.hf.weighing import CacheBytes, measure_bytes
+    from kvkeep.observation import Needs, Observation, SecondPass
     from kvkeep.policies import Policy, Scorer, TopK, Uniform, available_policies, parse_policy, register
 
 __all__ = [
     "Answer",
     "Budget",
     "BudgetError",
+    "CacheBytes",
     "CacheStateError",
     "KeepCache",
     "KvkeepError",
@@ -43,8 +46,10 @@ __all__ = [
     "Observation",
     "Policy",
     "PolicyError",
+    "RepeatPrompt",
     "ResultsError",
     "Scorer",
+    "SecondPass",
     "Session",
     "TaskError",
     "TopK",
@@ -55,6 +60,7 @@ __all__ = [
     "decode_batch",
     "detach",
     "load_model",
+    "measure_bytes",
     "parse_policy",
     "register",
 ]
@@ -77,8 +83,10 @@ _HOMES = {
     "hf.cache": ("KeepCache",),
     "hf.decoding": ("decode_batch",),
     "hf.models": ("load_model",),
+    "hf.repeat_prompt": ("RepeatPrompt",),
     "hf.session": ("Answer", "Session"),
-    "observation": ("Needs", "Observation"),
+    "hf.weighing": ("CacheBytes", "measure_bytes"),
+    "observation": ("Needs", "Observation", "SecondPass"),
     "policies": ("Policy", "Scorer", "TopK", "Uniform", "available_policies", "parse_policy", "register"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

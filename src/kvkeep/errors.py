@@ -5,7 +5,9 @@ KvkeepError
 ├── PolicyError         an unknown policy, part or option; a policy that breaks its contract
 ├── UnsupportedError    a model, a layer, an argument or a mode that kvkeep has not checked
 ├── CacheStateError     a cache that cannot serve the call in the state that it is in
-└── ModelFileError      a model file that is missing, incomplete or not the one that was expected
+├── ModelFileError      a model file that is missing, incomplete or not the one that was expected
+├── TaskError           a task, a data set or a sample that cannot be made or read
+└── ResultsError        results that cannot be read, or a comparison that they do not bear
 """
 
 from __future__ import annotations

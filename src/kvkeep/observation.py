@@ -7,7 +7,7 @@ different entries already, so positions and validity are given for each cell; a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +27,25 @@ _PIECE = 32
 
 
 @dataclass(frozen=True)
+class SecondPass:
+    """A second reading: when a text has ended, the model is made to repeat it, and looks back at what is held.
+
+    Kim et al. 2025 (KVzip, arXiv 2505.23416), section 3: what the model looks at while it repeats a text is what the
+    text can be rebuilt from, whatever will be asked.
+
+    Attributes:
+        chunk: tokens that are repeated at once. Their queries judge the entries of the same tokens.
+        sinks: first positions that take part in the softmax of every later chunk.
+        normalised: weigh attention by what it moves, `|W_O v| / |h|`: the entry's value behind the output projection,
+            over the hidden state that the query was made of.
+    """
+
+    chunk: int = 2048
+    sinks: int = 4
+    normalised: bool = False
+
+
+@dataclass(frozen=True)
 class Needs:
     """What a policy asks of the adapter beyond keys and values; the adapter gathers only that.
 
@@ -34,20 +53,28 @@ class Needs:
         queries: how many of the last queries, `None` for the queries of the whole text.
         rotary: the rotation of the layer's positions, to undo it or to apply another.
         output_weight: the slice of the output projection that belongs to each query head.
+        second_passes: ways in which the model must repeat the text. They cost about as much as reading it once or
+            twice more, and the cache is held in full until they are done.
     """
 
     queries: int | None = 0
     rotary: bool = False
     output_weight: bool = False
+    second_passes: frozenset[SecondPass] = frozenset()
 
     @property
     def whole_text(self) -> bool:
         """Whether the choice depends on the text to its end, so that no part of it can be cut before."""
-        return self.queries is None
+        return self.queries is None or bool(self.second_passes)
 
     def __or__(self, other: Needs) -> Needs:
         queries = None if self.queries is None or other.queries is None else max(self.queries, other.queries)
-        return Needs(queries, self.rotary or other.rotary, self.output_weight or other.output_weight)
+        return Needs(
+            queries,
+            self.rotary or other.rotary,
+            self.output_weight or other.output_weight,
+            self.second_passes | other.second_passes,
+        )
 
 
 @dataclass(frozen=True)
@@ -114,6 +141,8 @@ class Observation:
             same number; None: as many as the cell that holds most of them.
         rotary: the layer's rotary embedding, if it was asked for.
         output_weight: `[H, hidden, D]` output projection of each query head, if it was asked for.
+        second_passes: what each second pass that was asked for has given, `[B, H_kv, N]` float32; see
+            `repeated_attention`.
     """
 
     queries: Tensor
@@ -133,6 +162,7 @@ class Observation:
     protected_positions: int | None = None
     rotary: Rotary | None = None
     output_weight: Tensor | None = None
+    second_passes: Mapping[SecondPass, Tensor] = field(default_factory=dict)
     # Not an argument: an observation that `replace` makes from other tensors must not inherit these summaries.
     _memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
@@ -212,6 +242,46 @@ class Observation:
             self._memo["accumulated"] = total
         return total
 
+    def attention_peaks(self, weights: Tensor | None = None) -> Tensor:
+        """The most attention that each entry receives from one query, by query head: `[B, H_kv, G, N]` float32.
+
+        Args:
+            weights: `[B, Q]` factors on the attention of each query, not negative; None for ones.
+        """
+        peaks: Tensor | None = None
+        first = 0
+        for block in self._probabilities(0):
+            last = first + block.shape[3]
+            if weights is not None:
+                block.mul_(weights[:, None, None, first:last, None])
+            best = block.amax(3)
+            peaks, first = best if peaks is None else torch.maximum(peaks, best), last
+        if peaks is None:
+            self._queries_of(1)  # says what is missing
+            raise RuntimeError("queries without attention")
+        return peaks
+
+    def repeated_attention(self, second_pass: SecondPass) -> Tensor:
+        """The most attention that an entry received while the model repeated the text: `[B, H_kv, N]` float32.
+
+        The maximum over the query heads of a group and the queries of the entry's chunk, of a softmax over the chunk,
+        the sinks, and what was repeated so far.
+
+        Args:
+            second_pass: one that the policy declares in its `needs`.
+
+        Raises:
+            PolicyError: it was not declared.
+        """
+        try:
+            return self.second_passes[second_pass]
+        except KeyError:
+            raise PolicyError(
+                expected="a policy whose `needs` declares its second pass",
+                received=f"a use of {second_pass} in layer {self.layer}, where {len(self.second_passes)} others are",
+                remedy="return Needs(second_passes=frozenset({SecondPass(...)})) with the very same options",
+            ) from None
+
     def pool_heads(self, summary: Tensor, how: str = "mean") -> Tensor:
         """One value for all heads of a layer, given back to each cell that holds the position.
 
@@ -222,8 +292,7 @@ class Observation:
         Returns:
             `[B, H_kv, N]` float32, zero where a cell holds no entry.
         """
-        first = self.positions[:, :1]
-        if bool(self.valid.all()) and bool((self.positions == first).all()):
+        if self._heads_agree():
             pooled = summary.mean(1, keepdim=True) if how == "mean" else summary.amax(1, keepdim=True)
             return pooled.expand_as(summary)
         batch, heads, _ = summary.shape
@@ -249,6 +318,14 @@ class Observation:
             self._memo[name] = getattr(self, name).float()
         tensor: Tensor = self._memo[name]
         return tensor
+
+    def _heads_agree(self) -> bool:
+        """Whether all cells of a row hold the same positions, as after a first prompt."""
+        agree: bool | None = self._memo.get("heads agree")
+        if agree is None:
+            agree = bool(self.valid.all()) and bool((self.positions == self.positions[:, :1]).all())
+            self._memo["heads agree"] = agree
+        return agree
 
     def _queries_of(self, window: int) -> int:
         """How many queries a window has, at most those that are there."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import inspect
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -42,6 +44,10 @@ POLICIES = {
     "streaming_llm": ("streaming-llm", 0),
     "adakv_snapkv": ("adasnapkv[window=32,kernel=5,safeguard=0.2]", 32),
     "adakv_knorm": ("knorm+ada[safeguard=0.5]", 0),
+    "criticalkv_snapkv": ("criticalkv[window=32,kernel=5]", 32),
+    "criticaladakv_snapkv": ("adacriticalkv[window=32,kernel=5]", 32),
+    "lagkv_across": ("lagkv[sinks=6,lag=13,across=true]", 0),
+    "cur": ("cur", 0),
 }
 SAME = [name for name in case_names() if not name.startswith(("chunkkv", "pyramidkv"))]
 
@@ -67,9 +73,17 @@ def observations(case: Case, entries: int | None = None, protect_last: int = 0) 
             protected=positions >= LENGTH - protect_last if protect_last else None,
             protected_positions=protect_last,
             rotary=ordinary_rotary(16),
+            output_weight=output_weight(index),
         )
         for index, layer in enumerate(fixtures.layers)
     ]
+
+
+@cache
+def output_weight(layer: int) -> Tensor:
+    """`[H, hidden, D]` of the model's output projection."""
+    weight = load_file(MODEL_FOLDER / "model.safetensors")[f"model.layers.{layer}.self_attn.o_proj.weight"]
+    return weight.view(weight.shape[0], 4, 16).transpose(0, 1)
 
 
 def kept(name: str, seen: list[Observation]) -> list[list[list[int]]]:

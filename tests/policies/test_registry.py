@@ -14,14 +14,19 @@ from kvkeep.policies import (
     Ada,
     Allocator,
     Chunks,
+    Critical,
     Entry,
     ExpectedAttention,
+    Flat,
     Full,
     KNorm,
+    KVzip,
+    LagKV,
     Policy,
     Pyramid,
     Random,
     Scorer,
+    SimLayer,
     SnapKV,
     Threshold,
     TopK,
@@ -56,6 +61,14 @@ from kvkeep.policies import (
         ("chunkkv+topk", Policy(SnapKV(), Uniform(), TopK())),
         ("frc+topk", Policy(FRC(), Uniform(), TopK())),
         ("knorm+threshold[floor=8]", Policy(KNorm(), Threshold(8), TopK())),
+        ("snapkv+threshold[floor=32,cap=2]", Policy(SnapKV(), Threshold(32, 2.0), TopK())),
+        ("contour", Policy(KVzip(), Threshold(floor=32), TopK())),
+        ("contour[floor=8]", Policy(KVzip(), Threshold(floor=8), TopK())),
+        ("snapkv+flat[safeguard=0.5]", Policy(SnapKV(), Flat(0.5), TopK())),
+        ("knorm+flat+critical[first=0.25]", Policy(KNorm(), Flat(), Critical(first=0.25))),
+        ("adacriticalkv[window=64,safeguard=0.5]", Policy(SnapKV(64), Ada(0.5), Critical())),
+        ("lagkv[lag=64,across=true]+ada", Policy(LagKV(lag=64, across=True), Ada(), TopK())),
+        ("simlayer[recent=64]", SimLayer(recent=64)),
         ("random[seed=3]+pyramid[beta=2]", Policy(Random(3), Pyramid(2.0), TopK())),
         ("h2o[recent=0.25]", Policy(H2O(0.25), Uniform(), TopK())),
     ],
@@ -79,13 +92,14 @@ def test_the_shortest_text_is_written():
     assert policy_string(Policy(SnapKV(), Ada(), TopK())) == "adasnapkv"
     assert policy_string(Policy(SnapKV(window=64), Ada(), TopK())) == "snapkv[window=64]+ada"
     assert policy_string(Policy(FRC(), Uniform(), TopK())) == "frc+topk"
+    assert policy_string(parse_policy("kvzip+threshold[floor=32]")) == "contour"
     assert policy_string(Policy(KNorm(), Uniform(), Chunks(shared=False))) == "knorm+chunks[shared=False]"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("snapk", "a known policy; received 'snapk'; did you mean 'snapkv'.*known: adasnapkv, "),
+        ("snapk", "a known policy; received 'snapk'; did you mean 'snapkv'.*known: adacriticalkv, "),
         ("SnapKVPress", "received 'SnapKVPress'; did you mean 'snapkv'"),
         ("ExpectedAttentionPress", "did you mean 'expected-attention'"),
         ("StreamingLLMPress", "did you mean 'streaming-llm'"),
@@ -100,6 +114,7 @@ def test_the_shortest_text_is_written():
         ("knorm+topk[k=3]", "topk has no options"),
         ("full[x=1]", "an option of full; received 'x'; full has no options"),
         ("full+ada", "'full' alone; received 'full\\+ada'"),
+        ("simlayer+ada", "'simlayer' alone"),
         ("snapkv[window=many]", "type int for snapkv.window=...*received 'many'; the default is window=32"),
         ("snapkv[window=3.5]", "received '3.5'"),
         ("chunkkv[fill=maybe]", "type bool .*received 'maybe'"),
@@ -138,6 +153,17 @@ def test_texts_that_name_nothing(text, message):
         ("pyramidkv[beta=0.5]", "beta >= 1"),
         ("pyramidkv[beta=nan]", "beta >= 1"),
         ("knorm+threshold[floor=-1]", "floor >= 0"),
+        ("knorm+threshold[cap=0.5]", "cap=0 or cap >= 1"),
+        ("knorm+threshold[cap=inf]", "cap=0 or cap >= 1"),
+        ("knorm+flat[safeguard=2]", "0 <= safeguard <= 1"),
+        ("criticalkv[first=1.5]", "0 <= first <= 1"),
+        ("criticalkv[epsilon=-1]", "0 <= epsilon < 1"),
+        ("lagkv[lag=1]", "lag >= 2"),
+        ("lagkv[sinks=-1]", "sinks >= 0"),
+        ("cur[window=1]", "window=0 or window >= 2"),
+        ("cur[sinks=-1]", "sinks >= 0"),
+        ("cur[combine=sum]", "combine one of product, mean, key, value"),
+        ("simlayer[sinks=-1]", "sinks >= 0"),
         ("chunkkv[length=0]", "length >= 1"),
     ],
 )

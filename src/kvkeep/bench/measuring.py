@@ -93,7 +93,7 @@ class Measurer:
         cuts = self._wanted(sample, range(len(sample.turns)), "query-agnostic", wanted)
         if not cuts:
             return
-        shared = SharedPrompt(self.model, context.ids, [policy for policy, _ in cuts])
+        shared = self._share(context.ids, cuts)
         talks = any(turn.continues for turn in sample.turns)
         yardsticks: dict[int, Tensor] = {}
         for group in self._groups(shared, cuts):
@@ -116,7 +116,7 @@ class Measurer:
         words = len(ids) - len(self.prompting.footer(turn))
         # The last token waits: generation needs one to begin with.
         question = (len(context.ids), max(words, len(context.ids) + 1))
-        shared = SharedPrompt(self.model, ids[:-1], [policy for policy, _ in cuts], question=question)
+        shared = self._share(ids[:-1], cuts, question)
         yardsticks: dict[int, Tensor] = {}
         for group in self._groups(shared, cuts):
             place = _Place(sample, index, context, shared, "query-aware")
@@ -159,6 +159,13 @@ class Measurer:
             yield self._row(place, cut, answer, closeness)
 
     # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _share(
+        self, ids: Sequence[int], cuts: Sequence[tuple[str, Budget]], question: tuple[int, int] | None = None
+    ) -> SharedPrompt:
+        policies = [policy for policy, _ in cuts]
+        prompt = self.prompting.repeat_prompt()
+        return SharedPrompt(self.model, ids, policies, question=question, repeat_prompt=prompt)
 
     def _wanted(
         self, sample: Sample, turns: Iterable[int], protocol: Protocol, wanted: Callable[[Key], bool]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kvkeep.hf.repeat_prompt import RepeatPrompt
 from kvkeep.hf.turns import JOINT, TurnTexts, encode_after
 from kvkeep.tasks.protocols import Turn
 
@@ -89,6 +90,10 @@ class Prompting:
     def needles(self, context: Context, turn: Turn) -> list[int]:
         """Positions of what the answer hangs on, among the context's tokens."""
         return [context.offset + at for start, end in turn.needles for at in range(start, end)]
+
+    def repeat_prompt(self) -> RepeatPrompt:
+        """Asks for the repetition of a context, for policies that judge by it."""
+        return RepeatPrompt.of(self.tokenizer, self._texts.footer)
 
     @property
     def stop_tokens(self) -> set[int]:

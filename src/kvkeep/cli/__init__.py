@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError
 
 from kvkeep import __version__
-from kvkeep.cli import bench, demo, models, plan, policies, run, show, tune
+from kvkeep.cli import audit, bench, demo, lab, models, plan, policies, run, show, tune
 from kvkeep.cli.options import unreadable
 from kvkeep.cli.output import print_error, show_warning
 from kvkeep.errors import KvkeepError
@@ -31,6 +31,7 @@ for _command in (
     demo.demo,
     show.show,
     bench.bench,
+    audit.audit,
     bench.report,
     tune.tune,
     plan.plan,
@@ -38,6 +39,7 @@ for _command in (
     models.models,
 ):
     app.command(_command)
+app.command(lab.lab)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

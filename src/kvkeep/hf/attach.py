@@ -174,4 +174,5 @@ def _before_forward(cache: Any, decoder: nn.Module, arguments: dict[str, Any]) -
             "and no gradient flows through the cache. Wrap the call in torch.no_grad().",
             stacklevel=2,
         )
-    cache.begin_forward(decoder, (tokens.shape[0], tokens.shape[1]), mask, arguments.get("position_ids"))
+    shape = tokens.shape[0], tokens.shape[1]
+    cache.begin_forward(decoder, shape, mask, arguments.get("position_ids"), arguments.get("input_ids"))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -15,7 +18,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kvkeep.budget import Budget, read_budget
-from kvkeep.errors import CacheStateError
+from kvkeep.errors import CacheStateError, UnsupportedError
 from kvkeep.hf import saving
 from kvkeep.hf.attach import attach
 from kvkeep.hf.budgets import cell_budgets, check_kept
@@ -38,8 +41,12 @@ from kvkeep.hf.layers import (
 )
 from kvkeep.hf.policy_table import PolicyLike, policy_table
 from kvkeep.hf.recording import new_ledger
+from kvkeep.hf.repeat_prompt import RepeatPrompt
+from kvkeep.hf.second_pass import check_second_passes, repeat_text
+from kvkeep.hf.seen_tokens import SeenTokens
 from kvkeep.hf.stacking import check_alike, stack_layers, stack_windows
 from kvkeep.hf.support import check_rotary, plan_model, rope_switch, unwrap
+from kvkeep.observation import Needs, SecondPass
 from kvkeep.policies import Full
 from kvkeep.store import Ledger
 
@@ -77,6 +84,9 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         cut_chunks: cut such a prompt after each chunk, so that no more than the budget and one chunk is ever held. The
             budget is that of the whole prompt. What stays differs from a cut at the end, since a chunk is judged
             without those that follow.
+        repeat_prompt: for policies that make the model repeat the text (`kvzip`): what asks it to, as
+            `RepeatPrompt.of(tokenizer)` makes it. Without one the bare tokens are read once more. A `Session` sees to
+            it by itself.
 
     Raises:
         BudgetError: no budget, more than one, or one that cannot be kept.
@@ -100,6 +110,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         question: Span | None = None,
         prompt_tokens: int | None = None,
         cut_chunks: bool = False,
+        repeat_prompt: RepeatPrompt | None = None,
     ) -> None:
         plans = plan_model(model)
         evictable = [plan for plan in plans if plan.window is None]
@@ -115,7 +126,11 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._plans = plans
         self._progress = Progress()
         self._table = table
-        if any(policy.needs().rotary for policy in table):
+        self.repeat_prompt = repeat_prompt or RepeatPrompt()
+        needs = reduce(or_, (policy.needs() for policy in table), Needs())
+        self._passes = needs.second_passes
+        self.second_pass_seconds: dict[SecondPass, float] = {}
+        if needs.rotary or needs.second_passes:  # a repetition goes further than the text
             check_rotary(unwrap(model))
         inner = attach(model)
         self._switch = rope_switch(inner)
@@ -168,8 +183,13 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     @property
     def evict_seconds(self) -> float:
-        """Time spent so far on scoring, choosing and cutting, within the forwards."""
+        """Time spent so far on scoring, choosing and cutting, second passes included, within the forwards."""
         return self._progress.evict_seconds
+
+    @property
+    def repeats_texts(self) -> bool:
+        """Whether a policy makes the model repeat each text before it is cut."""
+        return bool(self._passes)
 
     @property
     def is_broken(self) -> bool:
@@ -218,7 +238,12 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
     # -- the walk of a forward -------------------------------------------------------------------------------------
 
     def begin_forward(
-        self, decoder: nn.Module, shape: tuple[int, int], mask: Tensor | None, position_ids: Tensor | None
+        self,
+        decoder: nn.Module,
+        shape: tuple[int, int],
+        mask: Tensor | None,
+        position_ids: Tensor | None,
+        ids: Tensor | None = None,
     ) -> None:
         """Called by the model's hook before the first layer: check everything that can be refused, then begin."""
         self._refuse_broken()
@@ -239,6 +264,10 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             raise CacheStateError(
                 expected="at least one token in every row", received="a row of padding only", remedy="leave the row out"
             )
+        if self._passes:
+            self._check_ids(ids)
+            if cutting:
+                check_second_passes(self._passes, self.repeat_prompt, tokens.lengths, self._switch)
         # A prompt in chunks gets its room at once, and until its last chunk.
         waiting = not self.cut_chunks and not self._cuts and (not cutting or progress.columns > 0)
         device = next(decoder.parameters()).device
@@ -250,6 +279,8 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             cutting=cutting,
             coming=coming,
             reserve=self.prompt_tokens or 0 if waiting else 0,
+            ids=ids if self._passes else None,
+            second_passes=self._passes if cutting else frozenset(),
         )
         if cutting:
             whole = cell_budgets(self.budget, forward.text_lengths, self._plans, self._table, self.protect)
@@ -264,6 +295,10 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         forward = progress.forward
         if forward is None:
             return
+        if forward.ids is not None:
+            self._seen.add(forward.ids, forward.valid)
+        if forward.second_passes:
+            self._repeat(forward)
         cut_together(self.keep_layers)
         if forward.cutting:
             check_kept(self.keep_layers, forward.budgets)
@@ -277,6 +312,16 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._coming = forward.coming
         if forward.cutting and not forward.coming:
             self._set_last_cut(self.mark())
+
+    def _repeat(self, forward: Forward) -> None:
+        """Run the second passes over all that is held, and judge what waited for them."""
+        started = time.perf_counter()
+        self.second_pass_seconds = repeat_text(
+            forward.decoder, self.layers, self._seen, self.repeat_prompt, forward.second_passes
+        )
+        self._progress.evict_seconds += time.perf_counter() - started
+        for layer in self.keep_layers:
+            layer.judge_waiting()
 
     def _set_last_cut(self, mark: Mark) -> None:
         self._last_cut = mark
@@ -363,6 +408,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         for sliding, window in zip(self.sliding_layers, mark.windows, strict=True):
             sliding.restore(window)
         self._progress.columns, self._progress.lengths = mark.columns, list(mark.lengths)
+        self._seen.truncate(mark.columns)
         self._progress.forward = None  # a forward that only appended is undone, also half of one
         self._coming = 0
         self._forget_later_marks()
@@ -380,7 +426,8 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             layer.progress = twin._progress
         for layer in twin.keep_layers:
             layer.store = layer.store.fork()
-            layer.judged, layer._queries = [], list(layer._queries)
+            layer.judged, layer.repeated, layer._queries = [], {}, list(layer._queries)
+        twin._seen = self._seen.copy()
         twin._marks = WeakSet(self._marks)
         twin._ledger = new_ledger(twin.keep_layers, twin.sliding_layers, twin._progress)
         return twin
@@ -420,6 +467,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             if keys is not None and values is not None:
                 layer.restore((keys[:, :, :-remove].clone(), values[:, :, :-remove].clone(), seen - remove))
         progress.columns -= remove
+        self._seen.truncate(progress.columns)
         progress.lengths = [length - int(g) for length, g in zip(progress.lengths, gone.tolist(), strict=True)]
         self._forget_later_marks()
         self._record_all()
@@ -504,6 +552,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         *,
         notes: Sequence[str] = (),
         seconds: float = 0.0,
+        ids: Tensor | None = None,
     ) -> None:
         """Go on from entries that were put into the layers' stores by somebody else, as after a cut.
 
@@ -513,7 +562,10 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             windows: what sliding layers hold; none if they have it already.
             notes: what the policy had to change.
             seconds: that the cut took.
+            ids: `[B, columns]` the tokens, for policies that repeat them at a later cut.
         """
+        if ids is not None and self._passes:
+            self._seen.add(ids, None)
         for layer, window in zip(self.sliding_layers if windows else (), windows, strict=True):
             layer.restore(window)
         for layer in self.keep_layers:
@@ -556,6 +608,8 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             "columns": self._progress.columns,
             "notes": self._progress.notes,
             "cuts": self._cuts,
+            "seen": torch.stack(self._seen.rows()).tolist() if self._seen.columns else None,
+            "repeat_prompt": asdict(self.repeat_prompt) if self._passes else None,
             "last_cut": None
             if self._last_cut is None
             else {
@@ -576,6 +630,10 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """Go on from what `export_progress` and `last_windows` gave; for `saving`."""
         self._progress.lengths, self._progress.columns = progress["lengths"], progress["columns"]
         self._progress.notes, self._cuts = progress["notes"], progress["cuts"]
+        if self._passes and progress.get("seen"):
+            ids = torch.tensor(progress["seen"], dtype=torch.int32)
+            self._seen.add(ids, ids >= 0)
+            self.repeat_prompt = RepeatPrompt(**{name: tuple(x) for name, x in progress["repeat_prompt"].items()})
         cut = progress["last_cut"]
         if cut is not None:
             pairs = zip(windows, cut["seen"], strict=True)
@@ -604,6 +662,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._coming = 0
         self._new_columns = 0
         self._last_cut = None
+        self._seen = SeenTokens()
 
     def _record_all(self) -> None:
         for layer in self.layers:
@@ -613,6 +672,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._progress.lengths = [self._progress.lengths[row] for row in rows] if self._progress.lengths else []
         self._marks.clear()
         self._last_cut = None
+        self._seen.select(rows)
         self._record_all()
 
     def _forget_later_marks(self) -> None:
@@ -636,6 +696,19 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
                 received=f"the first {self._progress.columns} of them",
                 remedy="process the rest of the text first; a fork can be made at any time",
             )
+
+    def _check_ids(self, ids: Tensor | None) -> None:
+        """A text can be repeated only if all of it was given as tokens."""
+        seen = self._progress.columns
+        if ids is not None and self._seen.columns == seen:
+            return
+        raise UnsupportedError(
+            expected="input_ids, from the first token of the text on: this policy makes the model repeat them",
+            received="inputs_embeds"
+            if ids is None
+            else f"{seen} tokens before, of which {self._seen.columns} are known",
+            remedy="pass input_ids, or use a policy without a second pass, such as snapkv or expected-attention",
+        )
 
     def _plan_cut(self, new: int) -> tuple[bool, int]:
         """Whether to cut at the end of a forward of `new` columns, and how many columns of its text come after it."""

@@ -19,7 +19,7 @@ from kvkeep.attention import attend, attend_prompt
 from kvkeep.errors import CacheStateError, UnsupportedError
 from kvkeep.hf.attention import Handle, KeptLength
 from kvkeep.hf.support import output_weight_of, rotary_of
-from kvkeep.observation import Observation
+from kvkeep.observation import Observation, SecondPass
 from kvkeep.policies.protocols import Judgement, PromptPolicy, chosen_masks
 from kvkeep.store import Held, RaggedLayer
 
@@ -63,6 +63,8 @@ class Forward:
         reserve: columns that are known to come.
         budgets: for each row, entries a cell may keep on average, for layers that are cut.
         questions: for each row, positions of the question, if it is visible.
+        ids: `[B, q]` the new tokens, where a policy repeats the text.
+        second_passes: those that come between this forward and its cut: no layer is judged before they are done.
         touched: a layer has begun to store the new tokens, so that a failure leaves the layers out of step.
     """
 
@@ -75,6 +77,8 @@ class Forward:
     reserve: int = 0
     budgets: Sequence[int] = ()
     questions: Sequence[tuple[int, int]] = ()
+    ids: Tensor | None = None
+    second_passes: frozenset[SecondPass] = frozenset()
     touched: bool = False
 
     @property
@@ -116,7 +120,10 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
         self.store = RaggedLayer()
         self.record: Callable[[], None] = lambda: None
         self.judged: list[Judgement] = []  # those that wait for other layers
+        # What second passes have seen, `[B, H_kv, L]` by position, until the layer is judged.
+        self.repeated: dict[SecondPass, Tensor] = {}
         self._queries: list[tuple[Tensor, Tensor, Tensor | None]] = []  # of earlier chunks of a text not yet cut
+        self._waiting: tuple[nn.Module, float] | None = None  # module and scaling, while it waits for second passes
 
     # -- what transformers asks ------------------------------------------------------------------------------------
 
@@ -155,7 +162,9 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
         """Hold nothing."""
         self.store.reset()
         self.judged.clear()
+        self.repeated.clear()
         self._queries.clear()
+        self._waiting = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i what row `beam_idx[i]` was."""
@@ -196,18 +205,36 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
         del key, value  # the store has them; a cut must be able to free them
         output = self._attend_alone(query, valid, scaling) if alone else attend(query, self.store, scaling)
         if forward.cutting:
-            self._judge(module, query, positions, valid, scaling)
+            self._queries.append((query.detach(), positions, valid))
+            if forward.second_passes:
+                self._wait(module, scaling)
+            else:
+                self._judge(module, scaling)
         elif forward.coming:
             self._remember(query, positions, valid)
-        self._count_state()
-        self.record()
+        self.count_state()
         return output.transpose(1, 2).contiguous()
+
+    def judge_waiting(self) -> None:
+        """Judge, and cut where the policy decides layer by layer, now that the second passes are done."""
+        if self._waiting is None:
+            return
+        module, scaling = self._waiting
+        self._waiting = None
+        self._judge(module, scaling)
+        self.count_state()
+
+    def count_state(self) -> None:
+        """Tell the ledger what is remembered of the text beside its entries."""
+        tensors = [t for entry in self._queries for t in entry if t is not None]
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in [*tensors, *self.repeated.values()]}
+        self.store.state_bytes = sum(storage.nbytes() for storage in held.values())
+        self.record()
 
     def forget_queries(self) -> None:
         """Forget the queries of a text whose end was to come."""
         self._queries.clear()
-        self._count_state()
-        self.record()
+        self.count_state()
 
     def cut(self, masks: Sequence[Tensor], held: Sequence[Held] = ()) -> None:
         """Keep what the masks name.
@@ -260,23 +287,23 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
             wanted -= count
         self._queries = kept[::-1]
 
-    def _count_state(self) -> None:
-        held = {
-            t.untyped_storage().data_ptr(): t.untyped_storage()
-            for entry in self._queries
-            for t in entry
-            if t is not None
-        }
-        self.store.state_bytes = sum(storage.nbytes() for storage in held.values())
+    def _wait(self, module: nn.Module, scaling: float) -> None:
+        """Put off what `_judge` does; meanwhile no more queries are held than the policy wants."""
+        query, positions, valid = self._queries[-1]
+        self._forget_old_queries()
+        if not self._queries:  # none are wanted, but their shape is
+            none = None if valid is None else valid[:, :0].clone()
+            self._queries.append((query[:, :, :0].clone(), positions[:, :0].clone(), none))
+        self._waiting = module, scaling
 
-    def _judge(self, module: nn.Module, query: Tensor, positions: Tensor, valid: Tensor | None, scaling: float) -> None:
+    def _judge(self, module: nn.Module, scaling: float) -> None:
         started = time.perf_counter()
         forward = _running(self.progress)
-        self._queries.append((query.detach(), positions, valid))
         held = self.store.held(self._lengths)
         judgements = [self.policy.judge(self._observe(module, rows, scaling)) for rows in held]
         for judgement in judgements:
             self.progress.add_notes(judgement.notes)
+        self.repeated.clear()
         if forward.coming:
             self._forget_old_queries()  # a chunk may be shorter than the window of queries that judges the next one
         else:
@@ -323,6 +350,11 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
             protected_positions=protected_positions,
             rotary=rotary_of(forward.decoder, module) if needs.rotary else None,
             output_weight=output_weight_of(module, query.shape[1]) if needs.output_weight else None,
+            second_passes={
+                # By position there, by entry here; a missing slot has some position or other.
+                each: self.repeated[each][first:last].gather(2, held.positions.masked_fill(~held.valid, 0))
+                for each in needs.second_passes
+            },
         )
 
 

@@ -14,12 +14,14 @@ from kvkeep.budget import POSITION_BYTES, Budget, LayerShape
 from kvkeep.errors import ModelFileError
 from kvkeep.hf.budgets import cell_budgets
 from kvkeep.hf.convert import quiet
+from kvkeep.hf.repeat_prompt import RepeatPrompt
+from kvkeep.hf.second_pass import look_back_bytes, score_bytes
 from kvkeep.hf.sources import DTYPES, find_source
 from kvkeep.hf.support import LayerPlan, plan_model
-from kvkeep.policies import Ada, Policy, PromptPolicy, Pyramid, Threshold, TopK, Uniform
+from kvkeep.policies import Ada, Flat, Policy, PromptPolicy, Pyramid, Threshold, TopK, Uniform
 
 # They spend the whole budget, whatever the scores are.
-_SPENDERS = (Uniform, Ada, Pyramid, Threshold)
+_SPENDERS = (Uniform, Ada, Flat, Pyramid, Threshold)
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class CachePlan:
         fraction: held / full.
         peak_bytes: the most held at once while the prompt is processed.
         held_is_exact: false where the scores decide how much of the budget is used: then these are upper bounds.
-        peak_is_exact: false where the scores decide the peak: then it is an upper bound.
+        peak_is_exact: false where the scores decide the peak: then it is an upper bound. For policies that make the
+            model repeat the text, the request to do so is left out where none was given.
         max_position_embeddings: positions that the model was trained on, if it says so.
     """
 
@@ -65,17 +68,25 @@ class CachePlan:
         return asdict(self)
 
 
-def plan_cache(model: Any, policy: PromptPolicy, budget: Budget, context_length: int) -> CachePlan:
+def plan_cache(
+    model: Any,
+    policy: PromptPolicy,
+    budget: Budget,
+    context_length: int,
+    repeat_prompt: RepeatPrompt | None = None,
+) -> CachePlan:
     """What a cache of `model` under `policy` will hold of a prompt, and its peak.
 
     The peak of a policy that decides layer by layer is reached in the last evicted layer: all earlier layers are cut,
     this one is held dense together with what stays of it. A policy that waits for all layers holds all of them dense.
+    A second pass waits too, and copies one layer at a time, with room for what is repeated.
 
     Args:
         model: a supported model; `empty_model` will do.
         policy: governs all evictable layers.
         budget: how much may stay.
         context_length: tokens of the prompt, at least 1.
+        repeat_prompt: as for `KeepCache`.
 
     Raises:
         BudgetError: the budget cannot be kept.
@@ -101,7 +112,7 @@ def plan_cache(model: Any, policy: PromptPolicy, budget: Budget, context_length:
         window_bytes=sum(plan.window_bytes(context_length) for plan in plans),
         full_bytes=full,
         fraction=held / full,
-        peak_bytes=_peak(plans, policy, kept, context_length),
+        peak_bytes=_peak(plans, policy, kept, context_length, repeat_prompt or RepeatPrompt()),
         held_is_exact=exact,
         peak_is_exact=exact and (policy.scope == "layer" or kept == context_length),
         max_position_embeddings=getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None),
@@ -162,14 +173,15 @@ def _dense_bytes(shape: LayerShape, length: int) -> int:
     return length * (shape.kv_heads * shape.entry_bytes + POSITION_BYTES)
 
 
-def _peak(plans: list[LayerPlan], policy: PromptPolicy, kept: int, length: int) -> int:
+def _peak(plans: list[LayerPlan], policy: PromptPolicy, kept: int, length: int, prompt: RepeatPrompt) -> int:
     """Layer by layer as `Ledger.record` sees it; while a layer is cut, it is held twice."""
     held = peak = 0
     evicted = [plan.shape for plan in plans if plan.window is None]
+    passes = policy.needs().second_passes
     for plan in plans:
         if plan.window is not None:
             held += plan.window_bytes(length)
-        elif policy.scope == "layer":
+        elif policy.scope == "layer" and not passes:
             peak = max(peak, held + _dense_bytes(plan.shape, length) + plan.shape.bytes_for(1, kept))
             held += plan.shape.bytes_for(1, kept)
         else:
@@ -179,4 +191,9 @@ def _peak(plans: list[LayerPlan], policy: PromptPolicy, kept: int, length: int) 
         # All are dense when the first one is cut. The scores decide how much it keeps: all of it, at most.
         most = min(length, kept * len(evicted))
         peak = held + evicted[0].bytes_for(1, most)
+    if passes:
+        # The last pass has the scores of all of them beside it.
+        scores = len(passes) * sum(score_bytes(shape, length) for shape in evicted)
+        beside = max(look_back_bytes(shape, length, prompt, each) for shape in evicted for each in passes)
+        peak = max(peak, held + evicted[0].bytes_for(1, kept), held + beside) + scores
     return peak

@@ -23,6 +23,7 @@ from kvkeep.hf import saving
 from kvkeep.hf.cache import KeepCache, Mark
 from kvkeep.hf.layers import Span
 from kvkeep.hf.policy_table import PolicyLike
+from kvkeep.hf.repeat_prompt import RepeatPrompt
 from kvkeep.hf.support import CACHE_ARGUMENT
 from kvkeep.hf.turns import JOINT, TurnTexts, check_options, check_words, encode_after
 from kvkeep.hf.watch import Watch
@@ -112,7 +113,7 @@ class Session:
             budget=budget,
             protect=protect,
         )
-        self.cache.cut_on_request()
+        self._prepare_cache()
         self.chunk_tokens = self.cache.read_chunk_tokens(chunk_tokens)
         self._state = _State()
         self._ingested: tuple[Mark, _State] | None = None
@@ -264,13 +265,18 @@ class Session:
         facts = saving.read_session(Path(path))
         session = cls(model, tokenizer)
         session.cache = KeepCache.load(path, model, policy=policy)
-        session.cache.cut_on_request()
         session.texts = TurnTexts(**facts["texts"])
+        session._prepare_cache()
         session._state = _State(**facts["state"])
         session._ingested = session._checkpoint()
         return session
 
     # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _prepare_cache(self) -> None:
+        self.cache.cut_on_request()
+        if self.cache.repeats_texts:
+            self.cache.repeat_prompt = RepeatPrompt.of(self.tokenizer, self.texts.footer)
 
     def _follow_cache(self) -> None:
         if self.cache.get_seq_length() == 0:

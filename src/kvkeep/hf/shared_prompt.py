@@ -24,6 +24,7 @@ from kvkeep.hf.intake import question_spans
 from kvkeep.hf.layers import KeepLayer, Span, cut_together, protected_entries
 from kvkeep.hf.planning import plan_cache
 from kvkeep.hf.policy_table import PolicyLike, policy_table
+from kvkeep.hf.repeat_prompt import RepeatPrompt
 from kvkeep.hf.support import CACHE_ARGUMENT, plan_model
 from kvkeep.observation import Needs, Observation
 from kvkeep.policies import Judgement
@@ -40,10 +41,11 @@ class SharedPrompt:
         ids: the text's tokens.
         policies: those that `cut` will be asked for; what they need is gathered.
         question: positions `(start, end)` of the question, where the text ends with it and policies may see it.
+        repeat_prompt: as for `KeepCache`.
 
     Attributes:
         length: tokens of the text.
-        prefill_seconds: of the forward.
+        prefill_seconds: of the forward, without second passes.
 
     Raises:
         PolicyError: an unknown policy.
@@ -51,9 +53,17 @@ class SharedPrompt:
     """
 
     def __init__(
-        self, model: Any, ids: Sequence[int], policies: Iterable[PolicyLike], *, question: Span | None = None
+        self,
+        model: Any,
+        ids: Sequence[int],
+        policies: Iterable[PolicyLike],
+        *,
+        question: Span | None = None,
+        repeat_prompt: RepeatPrompt | None = None,
     ) -> None:
         self.model = model
+        self.repeat_prompt = repeat_prompt
+        self._ids = torch.tensor([list(ids)], dtype=torch.long)
         self.length = len(ids)
         self.question = question
         layers = [plan.index for plan in plan_model(model) if plan.window is None]
@@ -61,12 +71,13 @@ class SharedPrompt:
         self._needs = reduce(or_, (policy.needs() for table in tables for policy in table), Needs())
         recorder = _Recorder(self._needs)
         # Whatever the recorder keeps is dropped with this cache; the windows of sliding layers are taken from it.
-        cache = KeepCache(model, recorder, entries=1, question=question)
+        cache = KeepCache(model, recorder, entries=1, question=question, repeat_prompt=repeat_prompt)
         started = time.perf_counter()
         with torch.no_grad():
-            inputs = torch.tensor([list(ids)], dtype=torch.long, device=model.device)
+            inputs = self._ids.to(model.device)
             model(input_ids=inputs, use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache})
         self.prefill_seconds = time.perf_counter() - started - cache.evict_seconds
+        self._pass_seconds = cache.second_pass_seconds
         self._windows = [layer.snapshot() for layer in cache.sliding_layers]
         self._observed = recorder.observations
         self._by_queries: dict[int | None, list[Observation]] = {}
@@ -81,7 +92,8 @@ class SharedPrompt:
         """The cache that `KeepCache(model, policy, budget=budget)` holds after this text.
 
         Its ledger's peak is what the text alone would have needed, by `plan_cache`, where one policy governs all
-        layers; the shared prefill is not counted.
+        layers; the shared prefill is not counted. A second pass is run once; its time counts for each policy that
+        needs it.
 
         Args:
             policy: one of those that were announced, or one that needs no more than they.
@@ -92,7 +104,14 @@ class SharedPrompt:
             BudgetError: as for `KeepCache`.
             PolicyError: a policy that needs what was not gathered.
         """
-        cache = KeepCache(self.model, policy, budget=budget, protect=protect, question=self.question)
+        cache = KeepCache(
+            self.model,
+            policy,
+            budget=budget,
+            protect=protect,
+            question=self.question,
+            repeat_prompt=self.repeat_prompt,
+        )
         layers = cache.keep_layers
         missing = next((layer.policy for layer in layers if not self._has(layer.policy.needs())), None)
         if missing is not None:
@@ -119,9 +138,12 @@ class SharedPrompt:
             held.append([rows])
         cut_together(layers, held)
         check_kept(layers, whole)
-        cache.begin_with([self.length], self.length, self._windows, notes=notes, seconds=time.perf_counter() - started)
+        passes = {each for layer in layers for each in layer.policy.needs().second_passes}
+        seconds = time.perf_counter() - started + sum(self._pass_seconds[each] for each in passes)
+        cache.begin_with([self.length], self.length, self._windows, notes=notes, seconds=seconds, ids=self._ids)
         if all(layer.policy == layers[0].policy for layer in layers):
-            cache.ledger.peak_bytes = plan_cache(self.model, layers[0].policy, cache.budget, self.length).peak_bytes
+            alone = plan_cache(self.model, layers[0].policy, cache.budget, self.length, self.repeat_prompt)
+            cache.ledger.peak_bytes = alone.peak_bytes
         return cache
 
     def _has(self, needs: Needs) -> bool:

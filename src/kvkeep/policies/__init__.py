@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from kvkeep.policies.allocators import Ada, Pyramid, Threshold, Uniform
+from kvkeep.policies.allocators import Ada, Flat, Pyramid, Threshold, Uniform
+from kvkeep.policies.compactor import Compactor
+from kvkeep.policies.criticalkv import Critical
+from kvkeep.policies.cur import CUR
 from kvkeep.policies.expected_attention import ExpectedAttention
 from kvkeep.policies.finch import Finch
 from kvkeep.policies.frc import FRC
 from kvkeep.policies.h2o import H2O
 from kvkeep.policies.keydiff import KeyDiff
 from kvkeep.policies.knorm import KNorm
+from kvkeep.policies.kvzip import KVzip
+from kvkeep.policies.lagkv import LagKV
 from kvkeep.policies.protocols import (
     Allocator,
     Full,
@@ -31,30 +36,38 @@ from kvkeep.policies.registry import (
     summary_of,
 )
 from kvkeep.policies.selectors import Chunks, TopK
+from kvkeep.policies.simlayer import SimLayer
 from kvkeep.policies.snapkv import SnapKV
 from kvkeep.policies.streaming_llm import StreamingLLM
 from kvkeep.policies.tova import TOVA
 
 __all__ = [
+    "CUR",
     "FRC",
     "H2O",
     "TOVA",
     "Ada",
     "Allocator",
     "Chunks",
+    "Compactor",
+    "Critical",
     "Entry",
     "ExpectedAttention",
     "Finch",
+    "Flat",
     "Full",
     "Judgement",
     "KNorm",
+    "KVzip",
     "KeyDiff",
+    "LagKV",
     "Policy",
     "PromptPolicy",
     "Pyramid",
     "Random",
     "Scorer",
     "Selector",
+    "SimLayer",
     "SnapKV",
     "StreamingLLM",
     "Threshold",
@@ -70,7 +83,7 @@ __all__ = [
     "summary_of",
 ]
 
-for _part in (Uniform, Ada, Pyramid, Threshold, TopK, Chunks):
+for _part in (Uniform, Ada, Pyramid, Threshold, Flat, TopK, Chunks, Critical):
     register_part(_part)
 
 register("full", Full(), summary="keeps everything, the yardstick")
@@ -150,4 +163,58 @@ register(
     Policy(FRC(), Uniform(), Chunks()),
     summary="recent attention, density and strongest head, on chunks; found by CacheCraft",
     paper="arXiv 2608.14555",
+)
+register(
+    "kvzip",
+    Policy(KVzip(), Uniform(), TopK()),
+    summary="attention while the model repeats the text; costs a second pass",
+    paper="arXiv 2505.23416",
+)
+register(
+    "kvzip-plus",
+    Policy(KVzip(normalised=True), Uniform(), TopK()),
+    summary="kvzip, weighed by what the attention moves",
+    paper="arXiv 2601.07891",
+)
+register(
+    "contour",
+    Policy(KVzip(), Threshold(), TopK()),
+    summary="kvzip, one threshold for all layers and heads, and the newest entries",
+    paper="arXiv 2608.25230",
+)
+register(
+    "compactor",
+    Policy(Compactor(), Uniform(), TopK()),
+    summary="keys that others do not span, and attention within pieces of the text, both ways",
+    paper="arXiv 2507.08143",
+)
+register(
+    "criticalkv",
+    Policy(SnapKV(), Uniform(), Critical()),
+    summary="half by snapkv, half by snapkv times what the value does to the output",
+    paper="arXiv 2502.03805",
+)
+register(
+    "adacriticalkv",
+    Policy(SnapKV(), Ada(), Critical()),
+    summary="criticalkv, the heads of a layer competing for its budget",
+    paper="arXiv 2502.03805",
+)
+register(
+    "lagkv",
+    Policy(LagKV(), Uniform(), TopK()),
+    summary="keys and values that differ from the text that follows them",
+    paper="arXiv 2504.04704",
+)
+register(
+    "cur",
+    Policy(CUR(), Uniform(), TopK()),
+    summary="keys and values of large norm among their neighbours",
+    paper="arXiv 2509.15038",
+)
+register(
+    "simlayer",
+    SimLayer(),
+    summary="lazy layers keep the first entries and the most recent ones, the others everything",
+    paper="arXiv 2410.13846",
 )

@@ -99,18 +99,28 @@ class Threshold(Allocator):
     """One threshold on the score for all layers and heads; the newest `floor` positions always stay.
 
     ContourKV 2026 (arXiv 2608.25230), section 5: the threshold is set so that a cell keeps `budget` entries on
-    average. Needs every layer's scores before any layer can be cut, so the peak is the full cache.
+    average, exactly. Scores are compared as they are, so they should mean the same in all cells, as attention does.
+    Needs every layer's scores before any layer can be cut, so the peak is the full cache.
+
+    The paper leaves open whether its floor counts in that average. Here it does, as all that stays counts in a budget;
+    for `s` entries beside the floor, the other reading, ask for `s + floor`. Not in the paper: the floor shrinks to
+    half of a small budget, since one that fills the budget leaves nothing to the threshold; and the cap.
 
     Attributes:
-        floor: the newest positions that every cell keeps; shrinks to half of the budget.
+        floor: the newest positions that every cell keeps.
+        cap: the most that a cell keeps, as a multiple of the budget; what it may not keep goes to the next best scores
+            of the others. 0 sets no cap, 1 makes all cells equal.
     """
 
     floor: int = 32
+    cap: float = 0.0
     name: ClassVar[str] = "threshold"
     scope: ClassVar[Scope] = "model"
 
     def __post_init__(self) -> None:
         require(self.floor >= 0, "floor >= 0", f"floor={self.floor}", "0 keeps no recent entries")
+        sensible = self.cap == 0 or 1 <= self.cap < math.inf
+        require(sensible, "cap=0 or cap >= 1", f"cap={self.cap}", "below 1 the budget could not be spent")
 
     def protects(self, observation: Observation) -> tuple[int, int]:
         """The newest `floor` positions."""
@@ -118,45 +128,115 @@ class Threshold(Allocator):
 
     def allocate(self, judgements: Sequence[Judgement]) -> list[Tensor]:
         """The counts that one threshold over all judgements gives."""
-        return _compete(judgements, floor=0)
+        most = math.floor(self.cap * judgements[0].budget + 1e-9) if self.cap else None
+        return _compete(judgements, floor=0, most=most)
 
 
-def apportion(total: int, wanted: Sequence[float], most: int) -> list[int]:
+@dataclass(frozen=True)
+class Flat(Allocator):
+    """Cells that spread their mass over many entries keep more than those that have it in a few.
+
+    After ContourKV 2026 (arXiv 2608.25230), which maps by its dropped mass which cells are flat, and found that sharing
+    a budget by this map makes the attention's output worse in every family of its panel: a baseline, no advice. The
+    paper says how the map is made, not how the budget follows it. Inferred: a cell's dropped mass is the share of its
+    scores outside of its `budget` highest (the paper's is the median over single queries; the scores have summed
+    these up); what is left after every cell's guaranteed share is shared in proportion to it, over all layers and
+    heads; where nothing is dropped anywhere, equally. Protected entries belong to the guaranteed share and are no mass.
+
+    Attributes:
+        safeguard: share of the budget that every cell keeps, at least one entry.
+    """
+
+    safeguard: float = 0.2
+    name: ClassVar[str] = "flat"
+    scope: ClassVar[Scope] = "model"
+
+    def __post_init__(self) -> None:
+        remedy = "it is the share of the budget that every cell keeps; 1 is uniform"
+        require(0 <= self.safeguard <= 1, "0 <= safeguard <= 1", f"safeguard={self.safeguard}", remedy)
+
+    def allocate(self, judgements: Sequence[Judgement]) -> list[Tensor]:
+        """The guaranteed share, and a part of the rest that grows with the cell's dropped mass."""
+        budget = judgements[0].budget
+        floor = max(1, math.floor(self.safeguard * budget + 1e-9))
+        # All of it `[B, cells]`, the cells in order of layer, then head.
+        available = torch.cat([j.available.cpu() for j in judgements], dim=1)
+        pinned = torch.cat([j.pinned.cpu() for j in judgements], dim=1)
+        dropped = torch.cat([_dropped_mass(j).cpu() for j in judgements], dim=1).tolist()
+        least = torch.minimum(available, pinned.clamp(min=floor))
+        totals = available.sum(1).clamp(max=available.shape[1] * budget) - least.sum(1)
+        room = (available - least).tolist()
+        more = [apportion(total, dropped[row], room[row]) for row, total in enumerate(totals.tolist())]
+        counts = least + torch.tensor(more)
+        shares, start = [], 0
+        for judgement in judgements:
+            heads = judgement.valid.shape[1]
+            shares.append(counts[:, start : start + heads].to(judgement.valid.device))
+            start += heads
+        return shares
+
+
+def masses(judgement: Judgement) -> Tensor:
+    """Scores as masses `[B, H_kv, N]`, float64: zero or positive, zero for protected and for missing entries.
+
+    Attention is a mass as it is. Scores below zero, as negative norms, are counted from the lowest of their cell.
+    """
+    free = judgement.valid & ~judgement.protected
+    scores = judgement.scores.double().masked_fill(~free, 0)
+    return (scores - scores.amin(-1, keepdim=True).clamp(max=0)).masked_fill(~free, 0)
+
+
+def _dropped_mass(judgement: Judgement) -> Tensor:
+    """`[B, H_kv]` share of each cell's mass that lies outside of its highest entries, at the average budget."""
+    mass = masses(judgement)
+    best = top_mask(mass, (judgement.budget - judgement.pinned).clamp(min=0))
+    dropped = mass.masked_fill(best, 0).sum(-1)
+    return dropped / mass.sum(-1).clamp(min=torch.finfo(mass.dtype).tiny)
+
+
+def apportion(total: int, wanted: Sequence[float], most: int | Sequence[int]) -> list[int]:
     """Whole numbers in proportion to `wanted`, none above `most`, that sum to `total` (or are `most`, if that is less).
 
     What a capped share cannot take goes to the others in the same proportions; the rest after rounding down goes to
     the largest remainders, the earlier first.
     """
+    limits = [most] * len(wanted) if isinstance(most, int) else list(most)
+    total = min(total, sum(limits))
     shares = [0.0] * len(wanted)
     open_shares = list(range(len(wanted)))
-    left = float(min(total, most * len(wanted)))
+    left = float(total)
     while open_shares:
         weight = sum(wanted[i] for i in open_shares)
         for i in open_shares:
             shares[i] = left * (wanted[i] / weight if weight > 0 else 1 / len(open_shares))
-        full = [i for i in open_shares if shares[i] >= most]
+        full = [i for i in open_shares if shares[i] >= limits[i]]
         if not full:
             break
         for i in full:
-            shares[i] = float(most)
-            left -= most
+            shares[i] = float(limits[i])
+            left -= limits[i]
         open_shares = [i for i in open_shares if i not in full]
     whole = [int(share + 1e-9) for share in shares]
-    missing = min(total, most * len(wanted)) - sum(whole)
+    missing = total - sum(whole)
     by_remainder = sorted(range(len(wanted)), key=lambda i: (whole[i] - shares[i], i))
-    for i in [i for i in by_remainder if whole[i] < most][:missing]:
+    for i in [i for i in by_remainder if whole[i] < limits[i]][:missing]:
         whole[i] += 1
     return whole
 
 
-def _compete(judgements: Sequence[Judgement], floor: int) -> list[Tensor]:
+def _compete(judgements: Sequence[Judgement], floor: int, most: int | None = None) -> list[Tensor]:
     """Counts of the entries among the top scores of all cells, each cell's first `floor` and protected ones included.
 
+    No cell gets more than `most`, unless it protects more.
     Ties go to the earlier layer, then the lower head, then the lower position. No layer loses all its entries.
     """
-    ranked = []
+    ranked, available = [], []
     for judgement in judgements:
-        scores = judgement.ranked_scores()
+        scores, eligible = judgement.ranked_scores(), judgement.available
+        if most is not None:
+            eligible = torch.minimum(eligible, judgement.pinned.clamp(min=most))
+            scores = scores.masked_fill(~top_mask(scores, eligible), -torch.inf)
+        available.append(eligible.sum(-1))
         if floor:
             guaranteed = top_mask(scores, torch.clamp(judgement.available, max=floor))
             scores = scores.masked_fill(guaranteed & judgement.valid, torch.inf)
@@ -165,8 +245,8 @@ def _compete(judgements: Sequence[Judgement], floor: int) -> list[Tensor]:
         ranked.append(scores.masked_fill(best, torch.inf))
     together = torch.cat([r.to(ranked[0].device) for r in ranked], dim=1)  # layers may live on different devices
     cells = sum(j.valid.shape[1] for j in judgements)
-    available = torch.stack([j.available.sum(-1).to(together.device) for j in judgements]).sum(0)  # [B]
-    total = torch.clamp(available, max=cells * judgements[0].budget)
+    total = torch.stack([a.to(together.device) for a in available]).sum(0)  # [B]
+    total = torch.clamp(total, max=cells * judgements[0].budget)
     kept = top_mask(together, total)
     counts, start = [], 0
     for judgement in judgements:

@@ -38,6 +38,7 @@ class Judgement:
         layers: number of layers that share the budget.
         protects: most entries that a cell of any layer may have to protect; the same number for all layers.
         notes: what the policy had to change to stay in the budget, in words.
+        weights: `[B, H_kv, N]` float32, a second number for each entry, if the selector asked for one.
     """
 
     scores: Tensor
@@ -51,6 +52,7 @@ class Judgement:
     layers: int
     protects: int = 0
     notes: tuple[str, ...] = ()
+    weights: Tensor | None = None
 
     @property
     def available(self) -> Tensor:
@@ -142,6 +144,17 @@ class Selector(ABC):
 
     name: ClassVar[str] = cast(str, _NameOfClass())
 
+    def needs(self) -> Needs:
+        """What `weights` uses beyond keys and values."""
+        return Needs()
+
+    def weights(self, observation: Observation) -> Tensor | None:
+        """A second number for each entry, beside its score: `[B, H_kv, N]` float32, finite on valid entries.
+
+        `select` finds it in the judgement. None, as here, for selectors that look at scores alone.
+        """
+        return None
+
     @abstractmethod
     def select(self, judgement: Judgement, counts: Tensor) -> Tensor:
         """A mask `[B, H_kv, N]` that keeps every protected entry and at most `counts [B, H_kv]` of each cell."""
@@ -167,19 +180,22 @@ class Policy:
         return self.allocator.scope
 
     def needs(self) -> Needs:
-        """The scorer's needs; allocators and selectors see scores only."""
-        return self.scorer.needs()
+        """The scorer's needs and the selector's; allocators see scores only."""
+        return self.scorer.needs() | self.selector.needs()
 
     def judge(self, observation: Observation) -> Judgement:
         """Score one layer.
 
         Raises:
-            PolicyError: scores of the wrong shape or type, or not finite.
+            PolicyError: scores or weights of the wrong shape or type, or not finite.
             BudgetError: the caller protects more entries than the budget holds.
         """
         protected, protects, notes = self._protect(observation)
         scores = self.scorer.score(observation.with_protected(protected))
         check_scores(scores, observation, self.scorer.name)
+        weights = self.selector.weights(observation)
+        if weights is not None:
+            check_scores(weights, observation, self.selector.name)
         return Judgement(
             scores=scores,
             positions=observation.positions,
@@ -192,6 +208,7 @@ class Policy:
             layers=observation.layers,
             protects=protects,
             notes=notes,
+            weights=weights,
         )
 
     def choose(self, judgements: Sequence[Judgement]) -> list[Tensor]:

@@ -62,6 +62,11 @@ class Prefix:
         return nbytes(*self.tensors().values())
 
     @cached_property
+    def payload_bytes(self) -> int:
+        """Bytes of the keys and values among them."""
+        return nbytes(self.keys, self.values)
+
+    @cached_property
     def sizes(self) -> list[int]:
         """Entries of each cell."""
         return _sizes(self.bounds)

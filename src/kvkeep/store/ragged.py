@@ -23,7 +23,7 @@ from kvkeep.store.tail import Tail
 
 # A full tail doubles while it is short; a longer one grows by so many columns, or by an eighth. Every step reads the
 # whole tail anyway, so that copying it now and then costs little, while slack is memory that nobody uses.
-_FIRST_CAPACITY, _GROWTH = 16, 128
+FIRST_CAPACITY, TAIL_GROWTH = 16, 128
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,9 @@ class RaggedLayer:
         self.batch, self.kv_heads = batch, kv_heads
         if self.prefix is None and self.tail is None and reserve <= count:
             self.tail = Tail.adopt(keys, values, positions, valid)
-        else:
+            self._note_peak()
+        else:  # a write into room that is there adds nothing to what is held
             self._room_for(keys, values, reserve).write(keys, values, positions, valid)
-        self._note_peak()
 
     def cut(self, held: Sequence[Held], masks: Sequence[Tensor]) -> None:
         """Keep only what the masks name; everything else is gone when this returns.
@@ -257,7 +257,7 @@ class RaggedLayer:
         """Bytes of the layer's storages, by purpose."""
         payload = slack = metadata = 0
         if self.prefix is not None:
-            payload = nbytes(self.prefix.keys, self.prefix.values)
+            payload = self.prefix.payload_bytes
             metadata = self.prefix.nbytes - payload
         if self.tail is not None:
             used = self.tail.tokens * self.kv_heads * self.entry_bytes
@@ -324,8 +324,8 @@ class RaggedLayer:
             return self.tail
         capacity = self.tail_capacity
         if not enough:
-            growth = max(min(capacity, _GROWTH), capacity // 8)
-            capacity = max(columns, capacity + growth, reserve or _FIRST_CAPACITY)
+            growth = max(min(capacity, TAIL_GROWTH), capacity // 8)
+            capacity = max(columns, capacity + growth, reserve or FIRST_CAPACITY)
         tail = Tail.allocate(keys, values, capacity) if self.tail is None else self.tail.resized(capacity)
         self._replace_tail(tail)
         return tail

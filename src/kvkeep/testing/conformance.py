@@ -18,7 +18,7 @@ from torch import Tensor
 from kvkeep.errors import BudgetError, PolicyError
 from kvkeep.observation import Needs, Observation
 from kvkeep.policies import Full, Judgement, PromptPolicy, parse_policy
-from kvkeep.testing.observations import gathered, random_observation
+from kvkeep.testing.observations import changed_passes, gathered, random_observation
 
 _LENGTH, _BUDGET, _LAYERS = 67, 20, 2  # odd, and no multiple of a usual chunk
 
@@ -327,14 +327,17 @@ def _generator_states() -> tuple[Any, ...]:
 def _tensors(owner: Observation | Judgement) -> dict[str, Tensor]:
     """Copies of all tensors of an observation or a judgement, by name."""
     fields = {f.name: getattr(owner, f.name) for f in dataclasses.fields(owner)}
+    if isinstance(owner, Observation):
+        fields |= {f"second_passes[{each}]": tensor for each, tensor in owner.second_passes.items()}
     return {name: value.detach().clone() for name, value in fields.items() if isinstance(value, Tensor)}
 
 
 def _row(observation: Observation, row: int) -> Observation:
     """One row alone. The output weight is the same for all."""
-    names = [name for name in _tensors(observation) if name != "output_weight"]
-    alone: dict[str, Any] = {name: getattr(observation, name)[row : row + 1] for name in names}
-    return replace(observation, **alone)
+    names = [f.name for f in dataclasses.fields(observation) if f.name != "output_weight"]
+    tensors = {name: getattr(observation, name) for name in names}
+    alone: dict[str, Any] = {name: x[row : row + 1] for name, x in tensors.items() if isinstance(x, Tensor)}
+    return replace(observation, **alone, second_passes=changed_passes(observation, lambda x: x[row : row + 1]))
 
 
 def _huge(observation: Observation) -> Observation:
@@ -358,6 +361,7 @@ def _alike(observation: Observation, value: float) -> Observation:
         queries=torch.full_like(observation.queries, value),
         keys=torch.full_like(observation.keys, value),
         values=torch.full_like(observation.values, value),
+        second_passes=changed_passes(observation, lambda x: torch.full_like(x, value)),
     )
 
 
@@ -371,6 +375,7 @@ def _poisoned(observation: Observation, fill: float) -> Observation:
         values=observation.values.masked_fill(missing[..., None], fill),
         positions=observation.positions.masked_fill(missing, observation.length - 1),
         protected=None if observation.protected is None else protected,
+        second_passes=changed_passes(observation, lambda x: x.masked_fill(missing, fill)),
     )
 
 
@@ -396,4 +401,5 @@ def _widened(observation: Observation) -> Observation:
         positions=observation.positions[:, :, index],
         valid=observation.valid[:, :, index] & ~missing,
         protected=None if protected is None else protected[:, :, index],
+        second_passes=changed_passes(observation, lambda x: x[:, :, index]),
     )

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kvkeep.observation import Needs, Observation, Rotary
+from kvkeep.observation import Needs, Observation, Rotary, SecondPass
+
+
+class AnyPass(dict[SecondPass, Tensor]):
+    """What a second pass gives: the same numbers for every pass that a policy may ask for.
+
+    Args:
+        attention: `[B, H_kv, N]` float32.
+    """
+
+    def __init__(self, attention: Tensor) -> None:
+        super().__init__({SecondPass(): attention})
+
+    def __missing__(self, second_pass: SecondPass) -> Tensor:
+        return self[SecondPass()]
+
+
+def changed_passes(observation: Observation, change: Callable[[Tensor], Tensor]) -> AnyPass:
+    """The second passes of a random observation, whose numbers `change` has changed."""
+    return AnyPass(change(observation.second_passes[SecondPass()]))
 
 
 def random_observation(
@@ -95,6 +114,7 @@ def random_observation(
         protected_positions=len({p for start, end in protect for p in range(start, min(end, length))}),
         rotary=rotary,
         output_weight=(normal(heads, heads * head_size, head_size) * head_size**-0.5).to(dtype),
+        second_passes=AnyPass(torch.rand(positions.shape, generator=generator)),
     )
 
 
@@ -108,6 +128,7 @@ def gathered(observation: Observation, needs: Needs) -> Observation:
         query_positions=observation.query_positions[:, start:],
         rotary=observation.rotary if needs.rotary else None,
         output_weight=observation.output_weight if needs.output_weight else None,
+        second_passes={each: observation.second_passes[each] for each in needs.second_passes},
     )
 
 
