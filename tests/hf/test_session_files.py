@@ -69,3 +69,16 @@ def test_the_file_is_a_cache_too_but_not_the_other_way_round(tmp_path):
         Session.load(tmp_path / "c", original.model, original.tokenizer)
     with pytest.raises(CacheStateError, match="a whole file"):
         Session.load(tmp_path / "gone", original.model, original.tokenizer)
+
+
+def test_a_cap_holds_after_loading_too(tmp_path):
+    original = session(policy="streaming-llm", chunk_tokens=20)
+    original.ingest(TEXT * 4)
+    copy = reloaded(original, tmp_path / "s")
+    peaks = []
+    for each in (original, copy):
+        each.cache.ledger.restart()
+        each.ingest(TEXT * 8)
+        peaks.append(each.cache.ledger.peak_bytes)
+    assert peaks[0] == peaks[1]
+    assert copy.cache.ledger.entries == original.cache.ledger.entries

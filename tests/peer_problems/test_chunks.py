@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from kvkeep import KeepCache, available_policies
 from kvkeep.errors import CacheStateError, PolicyError
 from kvkeep.hf.support import CACHE_ARGUMENT
-from kvkeep.policies import Full, parse_policy
+from kvkeep.policies import parse_policy
 
 from ..hf.tiny import tiny_model
 from .common import LockStep, feed, generate, held, spy, text
@@ -33,14 +33,17 @@ def test_p17_chunks_under_a_cap_never_exceed_it(llama: PreTrainedModel, name: st
     """1,000 tokens in chunks of 128 under 256 entries, with the exact attention over what was held at each chunk."""
     cache = capped(llama, name, 1000, entries=256)
     pair = LockStep(llama, cache)
-    nll = []
-    ids = text(1, 1000)
-    for chunk, following in zip(ids.split(128, dim=1), ids[:, 1:].split(128, dim=1), strict=True):
-        logits = pair.feed(chunk)
-        nll.append(torch.nn.functional.cross_entropy(logits[0, : following.shape[1]], following[0], reduction="sum"))
+    ids, logits = text(1, 1000), []
+    for chunk in ids.split(128, dim=1):
+        logits.append(pair.feed(chunk))
         assert cache.ledger.entries <= 256 * CELLS
         assert cache.ledger.peak_bytes <= cache.ledger.held_bytes + 3 * 256 * (2 * 16 * 8 + 4) * 2 + _chunk_bytes(128)
-    assert float(torch.stack(nll).sum()) / 999 < 20
+    # The perplexity under eviction can be told; a random model's differs little from that with the whole cache.
+    ours, full = (
+        float(torch.nn.functional.cross_entropy(each[0, :-1], ids[0, 1:]))
+        for each in (torch.cat(logits, dim=1), feed(llama, None, ids))
+    )
+    assert 0 < abs(ours - full) < 0.1 * full
     # Chunks share no edge with those of the chunk selector, which may stay below the budget.
     assert cache.ledger.entries > 0.9 * 256 * CELLS
 
@@ -180,7 +183,8 @@ def test_what_chunks_need_is_asked_for(llama: PreTrainedModel) -> None:
         feed(llama, cache, text(1, 20))
     feed(llama, cache, text(1, 10))
     cache.rewind()
-    assert Full() != cache.policy
+    assert cache.get_seq_length() == 60
+    assert cache.ledger.entries == 10 * CELLS
 
 
 def test_p79_a_long_conversation_never_exceeds_its_bound() -> None:

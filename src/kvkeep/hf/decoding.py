@@ -59,7 +59,8 @@ def decode_batch(
             received=f"{len(prompts)} prompts of {sorted(map(len, prompts))} tokens, {len(limits)} limits",
             remedy="stack as many caches as there are prompts",
         )
-    ends, new = frozenset(stop_tokens), [[] for _ in range(rows)]  # type: tuple[frozenset[int], list[list[int]]]
+    ends = frozenset(stop_tokens)
+    new: list[list[int]] = [[] for _ in range(rows)]
     ids, fresh = left_padded(prompts, pad=prompts[0][0], device=model.device)
     if fresh is not None and cache.sliding_layers:
         raise UnsupportedError(

@@ -28,7 +28,7 @@ from kvkeep.hf.support import CACHE_ARGUMENT, output_weight_of
 from kvkeep.observation import Observation, SecondPass
 from kvkeep.store import RaggedLayer
 from kvkeep.store.memory import nbytes
-from kvkeep.store.ragged import FIRST_CAPACITY, TAIL_GROWTH
+from kvkeep.store.tail import grown_capacity
 
 
 def check_second_passes(
@@ -111,8 +111,7 @@ def look_back_bytes(shape: LayerShape, length: int, prompt: RepeatPrompt, second
         end = min(start + second_pass.chunk, length)
         fed = len(prompt.question(torch.zeros(length, dtype=torch.long), start, end))
         judged = end - start + min(start, second_pass.sinks)
-        growth = max(min(length, TAIL_GROWTH), length // 8)
-        tail = max(length + fed, length + growth, FIRST_CAPACITY) * (vectors + POSITION_BYTES)
+        tail = grown_capacity(length, length + fed) * (vectors + POSITION_BYTES)
         judged_bytes = judged * vectors // (1 if second_pass.normalised else 2)
         most = max(most, tail + (judged + fed) * vectors // 2 + judged_bytes)
     return most

@@ -245,7 +245,7 @@ class Session:
     def save(self, path: str | Path) -> None:
         """Write the conversation to a file that `Session.load` reads in another process; see `KeepCache.save`."""
         self._follow_cache()
-        saving.save(self.cache, Path(path), session={"texts": asdict(self.texts), "state": asdict(self._state)})
+        saving.save(self.cache, Path(path), session=self._facts())
 
     @classmethod
     def load(
@@ -268,8 +268,12 @@ class Session:
         session.texts = TurnTexts(**facts["texts"])
         session._prepare_cache()
         session._state = _State(**facts["state"])
+        session.chunk_tokens = facts.get("chunk_tokens")
         session._ingested = session._checkpoint()
         return session
+
+    def _facts(self) -> dict[str, Any]:
+        return {"texts": asdict(self.texts), "state": asdict(self._state), "chunk_tokens": self.chunk_tokens}
 
     # -- inside ----------------------------------------------------------------------------------------------------
 

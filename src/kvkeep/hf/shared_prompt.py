@@ -191,17 +191,7 @@ class _Recorder:
         if observation.keys.shape[0] != 1:
             raise CacheStateError(expected="one text", received="a batch", remedy="share each text by itself")
         self.observations.append(observation)
-        return Judgement(
-            scores=observation.zeros(),
-            positions=observation.positions,
-            valid=observation.valid,
-            protected=observation.protected_or_none(),
-            budget=observation.budget,
-            length=observation.length,
-            layer=observation.layer,
-            ordinal=observation.ordinal,
-            layers=observation.layers,
-        )
+        return Judgement.of(observation, observation.zeros(), observation.protected_or_none())
 
     def choose(self, judgements: Sequence[Judgement]) -> list[Tensor]:
         return [judgement.positions == 0 for judgement in judgements]

@@ -11,7 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Protocol, cast, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -53,6 +53,29 @@ class Judgement:
     protects: int = 0
     notes: tuple[str, ...] = ()
     weights: Tensor | None = None
+
+    @classmethod
+    def of(cls, observation: Observation, scores: Tensor, protected: Tensor, **more: Any) -> Judgement:
+        """The judgement of what was observed.
+
+        Args:
+            observation: the layer.
+            scores: see above.
+            protected: see above.
+            more: `protects`, `notes` and `weights`.
+        """
+        return cls(
+            scores=scores,
+            positions=observation.positions,
+            valid=observation.valid,
+            protected=protected,
+            budget=observation.budget,
+            length=observation.length,
+            layer=observation.layer,
+            ordinal=observation.ordinal,
+            layers=observation.layers,
+            **more,
+        )
 
     @property
     def available(self) -> Tensor:
@@ -196,20 +219,7 @@ class Policy:
         weights = self.selector.weights(observation)
         if weights is not None:
             check_scores(weights, observation, self.selector.name)
-        return Judgement(
-            scores=scores,
-            positions=observation.positions,
-            valid=observation.valid,
-            protected=protected,
-            budget=observation.budget,
-            length=observation.length,
-            layer=observation.layer,
-            ordinal=observation.ordinal,
-            layers=observation.layers,
-            protects=protects,
-            notes=notes,
-            weights=weights,
-        )
+        return Judgement.of(observation, scores, protected, protects=protects, notes=notes, weights=weights)
 
     def choose(self, judgements: Sequence[Judgement]) -> list[Tensor]:
         """The entries that stay, a mask `[B, H_kv, N]` for each judgement."""
@@ -330,17 +340,7 @@ class Full:
 
     def judge(self, observation: Observation) -> Judgement:
         """All entries alike."""
-        return Judgement(
-            scores=observation.zeros(),
-            positions=observation.positions,
-            valid=observation.valid,
-            protected=observation.valid,
-            budget=observation.budget,
-            length=observation.length,
-            layer=observation.layer,
-            ordinal=observation.ordinal,
-            layers=observation.layers,
-        )
+        return Judgement.of(observation, observation.zeros(), protected=observation.valid)
 
     def choose(self, judgements: Sequence[Judgement]) -> list[Tensor]:
         """Every valid entry."""

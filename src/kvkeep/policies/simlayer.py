@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -55,18 +55,7 @@ class SimLayer:
         protected = caller_protected(observation)
         scores = observation.window_attention(self.queries)
         check_scores(scores, observation, self.name)
-        return Judgement(
-            scores=scores,
-            positions=observation.positions,
-            valid=observation.valid,
-            protected=protected,
-            budget=observation.budget,
-            length=observation.length,
-            layer=observation.layer,
-            ordinal=observation.ordinal,
-            layers=observation.layers,
-            notes=self._notes(observation),
-        )
+        return Judgement.of(observation, scores, protected, notes=self._notes(observation))
 
     def choose(self, judgements: Sequence[Judgement]) -> list[Tensor]:
         """All of a layer's entries, or of each of its cells the sinks and the latest ones; row by row."""
@@ -137,14 +126,10 @@ def _mass(layer: Judgement, kept: Tensor) -> Tensor:
 def _row(judgement: Judgement, row: int) -> Judgement:
     """One row of it."""
     rows = slice(row, row + 1)
-    return Judgement(
+    return replace(
+        judgement,
         scores=judgement.scores[rows],
         positions=judgement.positions[rows],
         valid=judgement.valid[rows],
         protected=judgement.protected[rows],
-        budget=judgement.budget,
-        length=judgement.length,
-        layer=judgement.layer,
-        ordinal=judgement.ordinal,
-        layers=judgement.layers,
     )

@@ -19,11 +19,7 @@ from torch import Tensor
 from kvkeep.errors import CacheStateError
 from kvkeep.store.memory import nbytes
 from kvkeep.store.prefix import Prefix
-from kvkeep.store.tail import Tail
-
-# A full tail doubles while it is short; a longer one grows by so many columns, or by an eighth. Every step reads the
-# whole tail anyway, so that copying it now and then costs little, while slack is memory that nobody uses.
-FIRST_CAPACITY, TAIL_GROWTH = 16, 128
+from kvkeep.store.tail import Tail, grown_capacity
 
 
 @dataclass(frozen=True)
@@ -322,10 +318,7 @@ class RaggedLayer:
         enough = columns <= self.tail_capacity
         if self.tail is not None and enough and self.tail.is_writable:
             return self.tail
-        capacity = self.tail_capacity
-        if not enough:
-            growth = max(min(capacity, TAIL_GROWTH), capacity // 8)
-            capacity = max(columns, capacity + growth, reserve or FIRST_CAPACITY)
+        capacity = self.tail_capacity if enough else max(grown_capacity(self.tail_capacity, columns), reserve)
         tail = Tail.allocate(keys, values, capacity) if self.tail is None else self.tail.resized(capacity)
         self._replace_tail(tail)
         return tail

@@ -10,6 +10,15 @@ from torch import Tensor
 
 from kvkeep.store.memory import nbytes
 
+# A full tail doubles while it is short; a longer one grows by so many columns, or by an eighth. Every step reads the
+# whole tail anyway, so that copying it now and then costs little, while slack is memory that nobody uses.
+_FIRST_CAPACITY, _GROWTH = 16, 128
+
+
+def grown_capacity(capacity: int, columns: int) -> int:
+    """Columns that a tail which has room for `capacity` gets, when it must hold `columns`."""
+    return max(columns, capacity + max(min(capacity, _GROWTH), capacity // 8), _FIRST_CAPACITY)
+
 
 @dataclass(eq=False)
 class Tail:
