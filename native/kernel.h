@@ -40,11 +40,12 @@ constexpr int float_lanes = vector_bytes / 4, double_lanes = vector_bytes / 8;
 
 // Stored types and the arithmetic that each is read into.
 
-struct Float32 {
-    using Stored = float;
-    using Real = float;
-    using Vector = Floats;
-    static constexpr int lanes = float_lanes;
+template <class Number, class Register, int count>
+struct Exact {
+    using Stored = Number;
+    using Real = Number;
+    using Vector = Register;
+    static constexpr int lanes = count;
     static Vector load(const Stored* from) {
         Vector vector;
         std::memcpy(&vector, from, sizeof vector);
@@ -54,19 +55,8 @@ struct Float32 {
     static Stored write(Real value) { return value; }
 };
 
-struct Float64 {
-    using Stored = double;
-    using Real = double;
-    using Vector = Doubles;
-    static constexpr int lanes = double_lanes;
-    static Vector load(const Stored* from) {
-        Vector vector;
-        std::memcpy(&vector, from, sizeof vector);
-        return vector;
-    }
-    static Real read(Stored value) { return value; }
-    static Stored write(Real value) { return value; }
-};
+using Float32 = Exact<float, Floats, float_lanes>;
+using Float64 = Exact<double, Doubles, double_lanes>;
 
 inline float float_of(uint32_t bits) {
     float value;

@@ -16,7 +16,7 @@ from results.fake import CLAIMS, HOSTILE, row
 
 from kvkeep.errors import ResultsError
 from kvkeep.results import ResultLog, Row, read_rows
-from kvkeep.results.log import ROWS, RUN, read_run
+from kvkeep.results.appending import ROWS, RUN, read_run
 
 SETTINGS = {"model": "m", "policies": ("snapkv", "knorm"), "task": {"length": 1024, "seed": 0}}
 

@@ -16,9 +16,10 @@ import jinja2
 from markupsafe import Markup
 
 from kvkeep.errors import ResultsError
+from kvkeep.results.appending import CLAIMS, Run, read_run
 from kvkeep.results.claims import Verdict, judge, load_claims
 from kvkeep.results.frame import PARQUET, write_parquet
-from kvkeep.results.log import CLAIMS, Run, read_rows, read_run
+from kvkeep.results.log import read_rows
 from kvkeep.results.metrics import COST, METRICS, QUALITY, Metric, metric_named
 from kvkeep.results.report.charts import curve, policies_left_out, y_unit
 from kvkeep.results.report.heat import head_maps, needle_maps
