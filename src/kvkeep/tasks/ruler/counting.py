@@ -8,18 +8,20 @@ coded text grows by one word at a time, and is never so short that ranks tie.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import pi
 from random import Random
 from string import ascii_lowercase
+from typing import ClassVar
 
 from kvkeep.tasks.draws import Distinct, Draws, adjectives, made_up_word, nouns
 from kvkeep.tasks.fitting import Costs, Draft, TokenCounter
-from kvkeep.tasks.generating import generate
-from kvkeep.tasks.protocols import Sample, Tokenizer, Turn
-from kvkeep.tasks.ruler.wording import Frame, Wording, shown, wording
+from kvkeep.tasks.generating import RecipeOf
+from kvkeep.tasks.protocols import Turn
+from kvkeep.tasks.ruler.worded import WordedTask
+from kvkeep.tasks.ruler.wording import Frame, Wording
 
 COMMON = 10
 CWE_MAX_NEW_TOKENS = 120
@@ -32,69 +34,23 @@ _NO_TIES_FROM = 74  # scale from which the ranks 4 and 5, and so all before them
 
 
 @dataclass(frozen=True)
-class RulerCwe:
-    """Common words extraction.
+class RulerCwe(WordedTask):
+    """Common words extraction."""
 
-    Attributes:
-        wording: `own`, `compat` (RULER's strings, from an installed lm-eval), or one's own.
-    """
+    name: ClassVar[str] = "ruler/cwe"
 
-    wording: str | Wording = "own"
-
-    @property
-    def name(self) -> str:
-        """`ruler/cwe`."""
-        return "ruler/cwe"
-
-    def samples(
-        self, tokenizer: Tokenizer, *, length: int, count: int, seed: int = 0, first: int = 0
-    ) -> Iterator[Sample]:
-        """See `Task.samples`."""
-        words = wording(self.wording)
-        return generate(
-            self.name,
-            lambda counter, draws: _CommonRow(counter, draws, words.common),
-            tokenizer,
-            length=length,
-            count=count,
-            seed=seed,
-            first=first,
-            provider="generated",
-            options=shown(words),
-        )
+    def _recipe(self, words: Wording) -> RecipeOf:
+        return lambda counter, draws: _CommonRow(counter, draws, words.common)
 
 
 @dataclass(frozen=True)
-class RulerFwe:
-    """Frequent words extraction.
+class RulerFwe(WordedTask):
+    """Frequent words extraction."""
 
-    Attributes:
-        wording: `own`, `compat` (RULER's strings, from an installed lm-eval), or one's own.
-    """
+    name: ClassVar[str] = "ruler/fwe"
 
-    wording: str | Wording = "own"
-
-    @property
-    def name(self) -> str:
-        """`ruler/fwe`."""
-        return "ruler/fwe"
-
-    def samples(
-        self, tokenizer: Tokenizer, *, length: int, count: int, seed: int = 0, first: int = 0
-    ) -> Iterator[Sample]:
-        """See `Task.samples`."""
-        words = wording(self.wording)
-        return generate(
-            self.name,
-            lambda counter, draws: _FrequentRow(counter, draws, words.frequent),
-            tokenizer,
-            length=length,
-            count=count,
-            seed=seed,
-            first=first,
-            provider="generated",
-            options=shown(words),
-        )
+    def _recipe(self, words: Wording) -> RecipeOf:
+        return lambda counter, draws: _FrequentRow(counter, draws, words.frequent)
 
 
 class _Words:

@@ -6,16 +6,17 @@ shorter than 4,096 tokens. Its names and its number are of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 from string import ascii_uppercase
+from typing import ClassVar
 
 from kvkeep.tasks.draws import Distinct, Draws
 from kvkeep.tasks.fitting import Costs, Draft, TokenCounter
-from kvkeep.tasks.generating import Passage, generate, weave
-from kvkeep.tasks.protocols import Sample, Tokenizer, Turn
-from kvkeep.tasks.ruler.wording import Wording, shown, wording
+from kvkeep.tasks.generating import Passage, RecipeOf, weave
+from kvkeep.tasks.protocols import Turn
+from kvkeep.tasks.ruler.worded import WordedTask
+from kvkeep.tasks.ruler.wording import Wording
 
 HOPS = 4
 MAX_NEW_TOKENS = 30
@@ -24,36 +25,13 @@ _EXAMPLE_LINES, _SHORT_EXAMPLE_LINES = 14, 6
 
 
 @dataclass(frozen=True)
-class RulerVt:
-    """The task.
+class RulerVt(WordedTask):
+    """The task. Needles are the lines of the chain, in the order of the references."""
 
-    Attributes:
-        wording: `own`, `compat` (RULER's strings, from an installed lm-eval), or one's own.
-    """
+    name: ClassVar[str] = "ruler/vt"
 
-    wording: str | Wording = "own"
-
-    @property
-    def name(self) -> str:
-        """`ruler/vt`."""
-        return "ruler/vt"
-
-    def samples(
-        self, tokenizer: Tokenizer, *, length: int, count: int, seed: int = 0, first: int = 0
-    ) -> Iterator[Sample]:
-        """See `Task.samples`. Needles are the lines of the chain, in the order of the references."""
-        words = wording(self.wording)
-        return generate(
-            self.name,
-            lambda counter, draws: _Row(counter, draws, words),
-            tokenizer,
-            length=length,
-            count=count,
-            seed=seed,
-            first=first,
-            provider="generated",
-            options=shown(words),
-        )
+    def _recipe(self, words: Wording) -> RecipeOf:
+        return lambda counter, draws: _Row(counter, draws, words)
 
 
 class _Chain:
