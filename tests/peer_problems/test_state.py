@@ -16,7 +16,8 @@ from transformers.masking_utils import AttentionMaskInterface
 import kvkeep
 from kvkeep import CacheStateError, KeepCache
 from kvkeep.hf.attention import NAMES
-from kvkeep.hf.layers import KeepLayer, KeepSlidingLayer
+from kvkeep.hf.layers import KeepLayer
+from kvkeep.hf.sliding import KeepSlidingLayer
 from kvkeep.lab.rows import NAMES as LAB_NAMES
 
 from ..hf.tiny import tiny_model

@@ -8,7 +8,8 @@ import torch
 
 from kvkeep.budget import Budget
 from kvkeep.errors import BudgetError, PolicyError
-from kvkeep.hf.layers import KeepLayer, Span, positions_in
+from kvkeep.hf.layers import KeepLayer
+from kvkeep.hf.spans import Span, positions_in
 from kvkeep.hf.support import LayerPlan
 from kvkeep.policies import Full, PromptPolicy, policy_string
 

@@ -6,7 +6,7 @@ import copy
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -18,47 +18,34 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kvkeep.budget import Budget, read_budget
-from kvkeep.errors import CacheStateError, UnsupportedError
+from kvkeep.errors import CacheStateError
 from kvkeep.hf import saving
 from kvkeep.hf.attach import attach
 from kvkeep.hf.budgets import cell_budgets, check_kept
 from kvkeep.hf.intake import (
+    check_ids,
     question_spans,
+    read_chunk_tokens,
     read_cut_chunks,
     read_prompt_tokens,
     read_span,
     read_tokens,
-    refuse_whole_text,
 )
-from kvkeep.hf.layers import (
-    Forward,
-    KeepLayer,
-    KeepSlidingLayer,
-    Progress,
-    Span,
-    cut_together,
-    refused_assisted_decoding,
-)
+from kvkeep.hf.layers import KeepLayer, cut_together
+from kvkeep.hf.marks import Mark, Window
 from kvkeep.hf.policy_table import PolicyLike, policy_table
+from kvkeep.hf.progress import Forward, Progress
 from kvkeep.hf.recording import new_ledger
 from kvkeep.hf.repeat_prompt import RepeatPrompt
 from kvkeep.hf.second_pass import check_second_passes, repeat_text
 from kvkeep.hf.seen_tokens import SeenTokens
+from kvkeep.hf.sliding import KeepSlidingLayer, refused_assisted_decoding
+from kvkeep.hf.spans import Span
 from kvkeep.hf.stacking import check_alike, stack_layers, stack_windows
 from kvkeep.hf.support import check_rotary, plan_model, rope_switch, unwrap
 from kvkeep.observation import Needs, SecondPass
 from kvkeep.policies import Full
 from kvkeep.store import Ledger
-
-
-@dataclass(frozen=True, eq=False)
-class Mark:
-    """A point that a cache can be rewound to; see `KeepCache.mark`."""
-
-    columns: int
-    lengths: tuple[int, ...]
-    tails: tuple[int, ...]
-    windows: tuple[tuple[Tensor | None, Tensor | None, int], ...]
 
 
 class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
@@ -96,6 +83,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     _cut_next: int | None  # a cut that is asked for, as the tokens of the same text that come after it
     _coming: int  # columns of a text that has begun and not ended
+    _seen: SeenTokens
 
     def __init__(
         self,
@@ -265,7 +253,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
                 expected="at least one token in every row", received="a row of padding only", remedy="leave the row out"
             )
         if self._passes:
-            self._check_ids(ids)
+            check_ids(ids, self._seen.columns, progress.columns)
             if cutting:
                 check_second_passes(self._passes, self.repeat_prompt, tokens.lengths, self._switch)
         # A prompt in chunks gets its room at once, and until its last chunk.
@@ -351,22 +339,8 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._on_request = True
 
     def read_chunk_tokens(self, chunk_tokens: int | None) -> int | None:
-        """The size of chunks that are cut one by one; None for whole texts.
-
-        Raises:
-            CacheStateError: no whole number of at least 1.
-            PolicyError: a policy that must see the whole text.
-        """
-        if chunk_tokens is None:
-            return None
-        if not isinstance(chunk_tokens, int) or chunk_tokens < 1:
-            raise CacheStateError(
-                expected="chunk_tokens as a whole number of at least 1",
-                received=f"{chunk_tokens!r}",
-                remedy="some hundred tokens are processed about as fast as all at once",
-            )
-        refuse_whole_text(self._table)
-        return chunk_tokens
+        """See `intake.read_chunk_tokens`, for the policies of this cache."""
+        return read_chunk_tokens(chunk_tokens, self._table)
 
     # -- going back ------------------------------------------------------------------------------------------------
 
@@ -375,12 +349,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         until the cache is rewound or cropped to a point before it."""
         self._refuse_broken()
         self._refuse_unfinished()
-        mark = Mark(
-            columns=self._progress.columns,
-            lengths=tuple(self._progress.lengths),
-            tails=tuple(layer.store.tail_length for layer in self.keep_layers),
-            windows=tuple(layer.snapshot() for layer in self.sliding_layers),
-        )
+        mark = Mark.of(self._progress, self.keep_layers, self.sliding_layers)
         self._marks.add(mark)
         return mark
 
@@ -401,15 +370,8 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
                 else "a mark of another cache, or from before a cut, a reordering, a reset or a rewind further back",
                 remedy="take a new mark() after the text has been ingested",
             )
-        for layer, tail in zip(self.keep_layers, mark.tails, strict=True):
-            layer.store.rewind(tail)
-            if not mark.columns:
-                layer.store.reset()  # empty again: the next text may have other rows
-        for sliding, window in zip(self.sliding_layers, mark.windows, strict=True):
-            sliding.restore(window)
-        self._progress.columns, self._progress.lengths = mark.columns, list(mark.lengths)
+        mark.restore(self._progress, self.keep_layers, self.sliding_layers)
         self._seen.truncate(mark.columns)
-        self._progress.forward = None  # a forward that only appended is undone, also half of one
         self._coming = 0
         self._forget_later_marks()
         self._record_all()
@@ -526,17 +488,9 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             CacheStateError: no caches, an empty one, or caches of different models.
             UnsupportedError: rows of different length, for models with sliding-window layers.
         """
-        caches = list(caches)
         for cache in caches:
             cache.refuse_unusable()
-        held = {t for cache in caches for layer in cache.keep_layers for t in layer.store.tensors().values()}
-        floats = {t for t in held if t.is_floating_point()}
-        empty = not caches or not all(cache.lengths for cache in caches)
-        check_alike({t.device for t in held}, {t.dtype for t in floats}, 0 if empty else len(caches))
-        if len({id(cache.model) for cache in caches}) > 1:
-            raise CacheStateError(
-                expected="caches of one model", received="caches of several", remedy="stack those of each by themselves"
-            )
+        check_alike([cache.model for cache in caches], [cache.keep_layers for cache in caches])
         stacked = cls(caches[0].model, "full")
         stack_layers(stacked.keep_layers, [cache.keep_layers for cache in caches])
         stack_windows(stacked.sliding_layers, [cache.sliding_layers for cache in caches])
@@ -548,7 +502,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self,
         lengths: Sequence[int],
         columns: int,
-        windows: Sequence[tuple[Tensor | None, Tensor | None, int]] = (),
+        windows: Sequence[Window] = (),
         *,
         notes: Sequence[str] = (),
         seconds: float = 0.0,
@@ -610,14 +564,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             "cuts": self._cuts,
             "seen": torch.stack(self._seen.rows()).tolist() if self._seen.columns else None,
             "repeat_prompt": asdict(self.repeat_prompt) if self._passes else None,
-            "last_cut": None
-            if self._last_cut is None
-            else {
-                "columns": self._last_cut.columns,
-                "lengths": self._last_cut.lengths,
-                "tails": self._last_cut.tails,
-                "seen": [seen for _, _, seen in self._last_cut.windows],
-            },
+            "last_cut": None if self._last_cut is None else self._last_cut.to_dict(),
         }
 
     def last_windows(self) -> list[tuple[Tensor | None, Tensor | None]]:
@@ -634,15 +581,8 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             ids = torch.tensor(progress["seen"], dtype=torch.int32)
             self._seen.add(ids, ids >= 0)
             self.repeat_prompt = RepeatPrompt(**{name: tuple(x) for name, x in progress["repeat_prompt"].items()})
-        cut = progress["last_cut"]
-        if cut is not None:
-            pairs = zip(windows, cut["seen"], strict=True)
-            mark = Mark(
-                columns=cut["columns"],
-                lengths=tuple(cut["lengths"]),
-                tails=tuple(cut["tails"]),
-                windows=tuple((keys, values, seen) for (keys, values), seen in pairs),
-            )
+        if progress["last_cut"] is not None:
+            mark = Mark.from_dict(progress["last_cut"], windows)
             self._marks.add(mark)
             self._set_last_cut(mark)
         self._ledger.restart()
@@ -696,19 +636,6 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
                 received=f"the first {self._progress.columns} of them",
                 remedy="process the rest of the text first; a fork can be made at any time",
             )
-
-    def _check_ids(self, ids: Tensor | None) -> None:
-        """A text can be repeated only if all of it was given as tokens."""
-        seen = self._progress.columns
-        if ids is not None and self._seen.columns == seen:
-            return
-        raise UnsupportedError(
-            expected="input_ids, from the first token of the text on: this policy makes the model repeat them",
-            received="inputs_embeds"
-            if ids is None
-            else f"{seen} tokens before, of which {self._seen.columns} are known",
-            remedy="pass input_ids, or use a policy without a second pass, such as snapkv or expected-attention",
-        )
 
     def _plan_cut(self, new: int) -> tuple[bool, int]:
         """Whether to cut at the end of a forward of `new` columns, and how many columns of its text come after it."""

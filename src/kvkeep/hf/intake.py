@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvkeep.errors import BudgetError, CacheStateError, PolicyError, UnsupportedError
-from kvkeep.hf.layers import Progress, Span
+from kvkeep.hf.progress import Progress
+from kvkeep.hf.spans import Span
 from kvkeep.policies import PromptPolicy, policy_string
 
 
@@ -190,6 +191,49 @@ def read_cut_chunks(
         )
     refuse_whole_text(table)
     return True
+
+
+def read_chunk_tokens(chunk_tokens: int | None, table: Sequence[PromptPolicy]) -> int | None:
+    """The size of chunks that are cut one by one; None for whole texts.
+
+    Args:
+        chunk_tokens: what the caller asks for.
+        table: the policy of each evictable layer.
+
+    Raises:
+        CacheStateError: no whole number of at least 1.
+        PolicyError: a policy that must see the whole text.
+    """
+    if chunk_tokens is None:
+        return None
+    if not isinstance(chunk_tokens, int) or chunk_tokens < 1:
+        raise CacheStateError(
+            expected="chunk_tokens as a whole number of at least 1",
+            received=f"{chunk_tokens!r}",
+            remedy="for example chunk_tokens=512",
+        )
+    refuse_whole_text(table)
+    return chunk_tokens
+
+
+def check_ids(ids: Tensor | None, known: int, seen: int) -> None:
+    """Refuse a forward of a text that could not be repeated later, since not all of it was given as tokens.
+
+    Args:
+        ids: the new tokens; None where embeddings came instead.
+        known: columns whose tokens are known.
+        seen: columns that the cache has seen.
+
+    Raises:
+        UnsupportedError: see above.
+    """
+    if ids is not None and known == seen:
+        return
+    raise UnsupportedError(
+        expected="input_ids, from the first token of the text on: this policy makes the model repeat them",
+        received="inputs_embeds" if ids is None else f"{seen} tokens before, of which {known} are known",
+        remedy="pass input_ids, or use a policy without a second pass, such as snapkv or expected-attention",
+    )
 
 
 def refuse_whole_text(table: Sequence[PromptPolicy]) -> None:

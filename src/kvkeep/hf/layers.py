@@ -1,90 +1,23 @@
-"""The layers of a KeepCache: what one layer does during a forward.
-
-A forward's facts (rows, padding, positions, whether the text ends here) are read once, before the first layer, and
-stand in a `Forward` that all layers share.
-"""
+"""The evictable layers of a KeepCache: what one layer does during a forward."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin
 
 from kvkeep.attention import attend, attend_prompt
-from kvkeep.errors import CacheStateError, UnsupportedError
 from kvkeep.hf.attention import Handle, KeptLength
+from kvkeep.hf.progress import Progress, running
+from kvkeep.hf.spans import Span, protected_entries
 from kvkeep.hf.support import output_weight_of, rotary_of
 from kvkeep.observation import Observation, SecondPass
 from kvkeep.policies.protocols import Judgement, PromptPolicy, chosen_masks
 from kvkeep.store import Held, RaggedLayer
-
-Span = tuple[int | None, int | None]
-
-
-@dataclass
-class Progress:
-    """What a cache has seen, shared by its layers.
-
-    Attributes:
-        lengths: logical length of each row: tokens seen, without padding.
-        columns: tokens seen with padding, the same for all rows; what transformers calls the sequence length.
-        forward: the forward that is running, None between forwards.
-        notes: what policies had to change to stay in the budget.
-        evict_seconds: time spent on scores, choices and cuts.
-    """
-
-    lengths: list[int] = field(default_factory=list)
-    columns: int = 0
-    forward: Forward | None = None
-    notes: list[str] = field(default_factory=list)
-    evict_seconds: float = 0.0
-
-    def add_notes(self, notes: Sequence[str]) -> None:
-        """Add what is new among the notes."""
-        self.notes.extend(note for note in dict.fromkeys(notes) if note not in self.notes)
-
-
-@dataclass
-class Forward:
-    """One forward pass.
-
-    Attributes:
-        decoder: the model's decoder, for policies that ask for rotary embeddings.
-        positions: `[B, q]` logical positions of the new tokens.
-        valid: `[B, q]` false at padding, None if there is none.
-        lengths: logical length of each row when this forward is done.
-        cutting: judge and cut when the layer has attended: the text ends here, or each chunk of it is cut.
-        coming: columns of the text that are still to come, where it is cut chunk by chunk.
-        reserve: columns that are known to come.
-        budgets: for each row, entries a cell may keep on average, for layers that are cut.
-        questions: for each row, positions of the question, if it is visible.
-        ids: `[B, q]` the new tokens, where a policy repeats the text.
-        second_passes: those that come between this forward and its cut: no layer is judged before they are done.
-        touched: a layer has begun to store the new tokens, so that a failure leaves the layers out of step.
-    """
-
-    decoder: nn.Module
-    positions: Tensor
-    valid: Tensor | None
-    lengths: list[int]
-    cutting: bool
-    coming: int = 0
-    reserve: int = 0
-    budgets: Sequence[int] = ()
-    questions: Sequence[tuple[int, int]] = ()
-    ids: Tensor | None = None
-    second_passes: frozenset[SecondPass] = frozenset()
-    touched: bool = False
-
-    @property
-    def text_lengths(self) -> list[int]:
-        """Logical length of each row when its text ends; padding is taken to be on the left."""
-        return [length + self.coming for length in self.lengths]
 
 
 class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not typed
@@ -133,7 +66,7 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Hand the new tokens to the attention function, which stores them after it has taken them out."""
-        _running(self.progress)
+        running(self.progress)
         handle = Handle(self, key_states, value_states)
         return handle, handle
 
@@ -195,7 +128,7 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
         Returns:
             `[B, q, H, D]`.
         """
-        forward = _running(self.progress)
+        forward = running(self.progress)
         forward.touched = True
         alone = self.store.prefix is None and self.store.tail_length == 0
         positions = forward.positions.to(key.device)
@@ -298,7 +231,7 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
 
     def _judge(self, module: nn.Module, scaling: float) -> None:
         started = time.perf_counter()
-        forward = _running(self.progress)
+        forward = running(self.progress)
         held = self.store.held(self._lengths)
         judgements = [self.policy.judge(self._observe(module, rows, scaling)) for rows in held]
         for judgement in judgements:
@@ -380,80 +313,6 @@ def cut_together(layers: Sequence[KeepLayer], held: Sequence[Sequence[Held]] | N
             layer.cut(kept, () if held is None else held[layers.index(layer)])
 
 
-class KeepSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
-    """A sliding-window layer: keeps its own window, is never evicted, and holds no more than it uses."""
-
-    keys: Tensor | None
-    values: Tensor | None
-
-    def __init__(self, sliding_window: int, progress: Progress) -> None:
-        super().__init__(sliding_window=sliding_window)
-        self.progress = progress
-        self.record: Callable[[], None] = lambda: None
-        self.marked: tuple[Tensor | None, ...] = ()  # what the cache's last cut still needs, for `rewind`
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """As transformers does it; what is kept is copied, since a view would keep the whole text alive."""
-        _running(self.progress).touched = True
-        full: tuple[Tensor, Tensor] = super().update(key_states.detach(), value_states.detach(), *args, **kwargs)
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys.clone(), self.values.clone()
-        self.record()
-        return full
-
-    def activate_past_recording(self) -> None:
-        """Refused: assisted decoding would roll back what other layers have evicted."""
-        raise refused_assisted_decoding()
-
-    def snapshot(self) -> tuple[Tensor | None, Tensor | None, int]:
-        """What the layer holds; exact and without a copy, since updates replace the tensors."""
-        return self.keys, self.values, self.cumulative_length
-
-    def restore(self, snapshot: tuple[Tensor | None, Tensor | None, int]) -> None:
-        """Hold what `snapshot` gave."""
-        self.keys, self.values, self.cumulative_length = snapshot
-        self.is_initialized = self.keys is not None
-        if self.keys is not None:
-            self.device, self.dtype = self.keys.device, self.keys.dtype
-
-    def reset(self) -> None:
-        """Hold nothing."""
-        self.keys = self.values = None
-        self.marked = ()
-        self.is_initialized = False
-        self.cumulative_length = 0
-
-    def nbytes(self) -> int:
-        """Bytes of the window, and of the window at the last cut where that is another."""
-        held = {t.data_ptr(): t for t in (self.keys, self.values, *self.marked) if t is not None}
-        return sum(t.untyped_storage().nbytes() for t in held.values())
-
-
-def protected_entries(spans: Sequence[Span], held: Held | Observation, length: int) -> tuple[Tensor | None, int]:
-    """The entries that a caller protects.
-
-    Args:
-        spans: of positions, as slices.
-        held: entries of rows of one text.
-        length: of the text.
-
-    Returns:
-        `[B, H_kv, N]` those that are held, None without spans; and how many positions the spans cover.
-    """
-    if not spans:
-        return None, 0
-    protected = torch.zeros_like(held.valid)
-    for span in spans:
-        start, end, _ = slice(*span).indices(length)
-        protected |= (held.positions >= start) & (held.positions < end)
-    return protected, len(positions_in(spans, length))
-
-
-def positions_in(spans: Sequence[Span], length: int) -> set[int]:
-    """The positions that some spans cover in a text of `length` tokens."""
-    return {position for span in spans for position in range(*slice(*span).indices(length))}
-
-
 def _newest(count: int, valid: Tensor | None, wanted: int | None) -> slice | Tensor:
     """The last `wanted` of `count` columns, or of those that are `valid [count]`; None: all of them."""
     if valid is None:
@@ -464,23 +323,3 @@ def _newest(count: int, valid: Tensor | None, wanted: int | None) -> slice | Ten
 
 def _joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=dim)
-
-
-def _running(progress: Progress) -> Forward:
-    """The forward that is running."""
-    if progress.forward is None:
-        raise CacheStateError(
-            expected="a forward of the model that this cache was made for, with kvkeep attached",
-            received="an update from a model that kvkeep is not attached to",
-            remedy="make the cache with KeepCache(model, ...) for this very model; after detach make a new one",
-        )
-    return progress.forward
-
-
-def refused_assisted_decoding() -> UnsupportedError:
-    """The error for modes that roll the cache back step by step."""
-    return UnsupportedError(
-        expected="a generation mode that only appends: greedy, sampling or beams",
-        received="assisted or speculative decoding, which rolls the cache back",
-        remedy="generate without an assistant, or use a DynamicCache",
-    )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 
-from kvkeep.hf.layers import KeepLayer, KeepSlidingLayer, Progress
+from kvkeep.hf.layers import KeepLayer
+from kvkeep.hf.progress import Progress
+from kvkeep.hf.sliding import KeepSlidingLayer
 from kvkeep.store import Ledger
 
 

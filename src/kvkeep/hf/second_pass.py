@@ -21,9 +21,10 @@ from kvkeep.attention import attend
 from kvkeep.budget import POSITION_BYTES, LayerShape
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf.attention import Handle, KeptLength
-from kvkeep.hf.layers import KeepLayer, KeepSlidingLayer
+from kvkeep.hf.layers import KeepLayer
 from kvkeep.hf.repeat_prompt import RepeatPrompt
 from kvkeep.hf.seen_tokens import SeenTokens
+from kvkeep.hf.sliding import KeepSlidingLayer
 from kvkeep.hf.support import CACHE_ARGUMENT, output_weight_of
 from kvkeep.observation import Observation, SecondPass
 from kvkeep.store import RaggedLayer

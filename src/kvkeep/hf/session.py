@@ -20,10 +20,11 @@ from transformers import PreTrainedTokenizerBase
 from kvkeep.budget import Budget
 from kvkeep.errors import CacheStateError
 from kvkeep.hf import saving
-from kvkeep.hf.cache import KeepCache, Mark
-from kvkeep.hf.layers import Span
+from kvkeep.hf.cache import KeepCache
+from kvkeep.hf.marks import Mark
 from kvkeep.hf.policy_table import PolicyLike
 from kvkeep.hf.repeat_prompt import RepeatPrompt
+from kvkeep.hf.spans import Span
 from kvkeep.hf.support import CACHE_ARGUMENT
 from kvkeep.hf.turns import JOINT, TurnTexts, check_options, check_words, encode_after
 from kvkeep.hf.watch import Watch

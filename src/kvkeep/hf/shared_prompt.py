@@ -21,10 +21,11 @@ from kvkeep.errors import CacheStateError, PolicyError
 from kvkeep.hf.budgets import cell_budgets, check_kept
 from kvkeep.hf.cache import KeepCache
 from kvkeep.hf.intake import question_spans
-from kvkeep.hf.layers import KeepLayer, Span, cut_together, protected_entries
+from kvkeep.hf.layers import KeepLayer, cut_together
 from kvkeep.hf.planning import plan_cache
 from kvkeep.hf.policy_table import PolicyLike, policy_table
 from kvkeep.hf.repeat_prompt import RepeatPrompt
+from kvkeep.hf.spans import Span, protected_entries
 from kvkeep.hf.support import CACHE_ARGUMENT, plan_model
 from kvkeep.observation import Needs, Observation
 from kvkeep.policies import Judgement

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvkeep.errors import CacheStateError, UnsupportedError
-from kvkeep.hf.layers import KeepLayer, KeepSlidingLayer
+from kvkeep.hf.layers import KeepLayer
+from kvkeep.hf.sliding import KeepSlidingLayer
 from kvkeep.store import RaggedLayer
 from kvkeep.store.prefix import Prefix
 from kvkeep.store.tail import Tail
@@ -48,18 +50,34 @@ def stack_windows(target: Sequence[KeepSlidingLayer], sources: Sequence[Sequence
         layer.restore((torch.cat(keys), torch.cat(values), windows[0][2]))
 
 
-def check_alike(devices: set[torch.device], dtypes: set[torch.dtype], rows: int) -> None:
-    """Refuse rows that cannot stand in one tensor.
+def check_alike(models: Sequence[Any], sources: Sequence[Sequence[KeepLayer]]) -> None:
+    """Refuse caches that cannot be rows of one.
+
+    Args:
+        models: that the caches belong to.
+        sources: for each cache its evictable layers.
 
     Raises:
-        CacheStateError: nothing to stack, or caches of different devices or dtypes.
+        CacheStateError: nothing to stack, an empty cache, or caches of different models, devices or dtypes.
     """
-    if not rows or len(devices) > 1 or len(dtypes) > 1:
+    if not sources or not all(layers[0].store.batch for layers in sources):
         raise CacheStateError(
-            expected="caches of one model that hold a text each",
-            received=f"{rows} rows, devices {sorted(map(str, devices))}, dtypes {sorted(map(str, dtypes))}",
+            expected="caches that hold a text each",
+            received="an empty one" if sources else "none",
             remedy="process a text with each of them first",
         )
+    kinds = {(id(model), *_kind(layers[0].store)) for model, layers in zip(models, sources, strict=True)}
+    if len(kinds) > 1:
+        raise CacheStateError(
+            expected="caches of one model, on one device and of one dtype",
+            received=f"{len(kinds)} kinds",
+            remedy="stack those of each kind by themselves",
+        )
+
+
+def _kind(store: RaggedLayer) -> tuple[torch.device, torch.dtype]:
+    keys = next(tensor for name, tensor in store.tensors().items() if name.endswith("keys"))
+    return keys.device, keys.dtype
 
 
 def _stack_prefixes(stores: Sequence[RaggedLayer]) -> Prefix | None:

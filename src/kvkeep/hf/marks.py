@@ -1,0 +1,73 @@
+"""Points that a cache can go back to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kvkeep.hf.layers import KeepLayer
+from kvkeep.hf.progress import Progress
+from kvkeep.hf.sliding import KeepSlidingLayer
+
+Window = tuple[Tensor | None, Tensor | None, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Mark:
+    """A point that a cache can be rewound to; see `KeepCache.mark`.
+
+    Attributes:
+        columns: tokens seen, padding included.
+        lengths: logical length of each row.
+        tails: columns in the tail of each evictable layer.
+        windows: what each sliding layer held.
+    """
+
+    columns: int
+    lengths: tuple[int, ...]
+    tails: tuple[int, ...]
+    windows: tuple[Window, ...]
+
+    @classmethod
+    def of(cls, progress: Progress, layers: Sequence[KeepLayer], sliding: Sequence[KeepSlidingLayer]) -> Mark:
+        """Where a cache stands."""
+        return cls(
+            columns=progress.columns,
+            lengths=tuple(progress.lengths),
+            tails=tuple(layer.store.tail_length for layer in layers),
+            windows=tuple(layer.snapshot() for layer in sliding),
+        )
+
+    def restore(self, progress: Progress, layers: Sequence[KeepLayer], sliding: Sequence[KeepSlidingLayer]) -> None:
+        """Let the cache stand here again. A forward that only appended is undone, also half of one."""
+        for layer, tail in zip(layers, self.tails, strict=True):
+            layer.store.rewind(tail)
+            if not self.columns:
+                layer.store.reset()  # empty again: the next text may have other rows
+        for window, held in zip(sliding, self.windows, strict=True):
+            window.restore(held)
+        progress.columns, progress.lengths = self.columns, list(self.lengths)
+        progress.forward = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON holds it, but for the windows' tensors."""
+        return {
+            "columns": self.columns,
+            "lengths": self.lengths,
+            "tails": self.tails,
+            "seen": [seen for _, _, seen in self.windows],
+        }
+
+    @classmethod
+    def from_dict(cls, facts: dict[str, Any], windows: Sequence[tuple[Tensor | None, Tensor | None]]) -> Mark:
+        """What `to_dict` gave, with the windows' tensors."""
+        pairs = zip(windows, facts["seen"], strict=True)
+        return cls(
+            columns=facts["columns"],
+            lengths=tuple(facts["lengths"]),
+            tails=tuple(facts["tails"]),
+            windows=tuple((keys, values, seen) for (keys, values), seen in pairs),
+        )
