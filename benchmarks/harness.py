@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import random
 import statistics
 import sys
 import time
@@ -94,7 +95,7 @@ def arguments(
 def alternate(
     sides: Mapping[str, Callable[[], object]], runs: int, *, warm_up: int = 2, pause: float = 0, progress: str = ""
 ) -> dict[str, list[float]]:
-    """Milliseconds of each run of each side, measured in turns, so that a noisy minute hits both.
+    """Milliseconds of each run of each side, in turns of random order, so that a noisy minute hits all of them.
 
     Args:
         sides: what is measured, by name; a side that returns `Milliseconds` has measured itself.
@@ -104,9 +105,12 @@ def alternate(
         progress: what to call this on a terminal.
     """
     taken: dict[str, list[float]] = {name: [] for name in sides}
+    order, shuffle = list(sides.items()), random.Random(0)
     for run in range(-warm_up, runs):
-        for name, side in sides.items():
-            time.sleep(pause)
+        shuffle.shuffle(order)  # what a side finds in the processor's cache depends on the side before it
+        for name, side in order:
+            if pause:
+                time.sleep(pause)
             started = time.perf_counter()
             result = side()
             needed = 1000 * (time.perf_counter() - started)

@@ -41,16 +41,19 @@ def attend(query: Tensor, layer: RaggedLayer, scaling: float, *, instruction_set
     Raises:
         RuntimeError: the compiled code is not there, or does not read such tensors; see `can_attend`.
     """
-    if not can_attend(query, layer):
+    compiled = _module()
+    if compiled is None or not _can_read(query, layer):
         raise RuntimeError("no compiled attention for this layer")
     batch, heads, count, size = query.shape
-    tail = tail_of(layer.tail, count)
-    prefix = layer.prefix
-    if query.stride(3) != 1:
+    tail, prefix = tail_of(layer.tail, count), layer.prefix
+    row, head, token, one = query.stride()
+    if one != 1:
         query = query.contiguous()
-    # In the order that the model wants, so that nobody copies it.
-    output = torch.empty(batch, count, heads, size, dtype=query.dtype)
-    _compiled().attend(
+        row, head, token, one = query.stride()
+    # In the order that the model wants, so that nobody copies it; for one token both orders are the same memory.
+    single = count == 1
+    output = query.new_empty((batch, heads, 1, size) if single else (batch, count, heads, size))
+    compiled.attend(
         _TYPES[query.dtype],
         query.data_ptr(),
         output.data_ptr(),
@@ -60,7 +63,9 @@ def attend(query: Tensor, layer: RaggedLayer, scaling: float, *, instruction_set
         tail.keys.data_ptr(),
         tail.values.data_ptr(),
         0 if tail.valid is None else tail.valid.data_ptr(),
-        *query.stride()[:3],
+        row,
+        head,
+        token,
         tail.length,
         tail.capacity,
         scaling,
@@ -72,7 +77,7 @@ def attend(query: Tensor, layer: RaggedLayer, scaling: float, *, instruction_set
         torch.get_num_threads(),
         instruction_set,
     )
-    return output.transpose(1, 2)
+    return output if single else output.transpose(1, 2)
 
 
 def can_attend(query: Tensor, layer: RaggedLayer) -> bool:
@@ -105,15 +110,13 @@ _TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 
 
 
 def _can_read(query: Tensor, layer: RaggedLayer) -> bool:
-    if query.device.type != "cpu" or query.dtype not in _TYPES or query.requires_grad:
+    dtype = query.dtype
+    if dtype not in _TYPES or not query.is_cpu or query.requires_grad:  # `device.type` makes a string, which is slow
         return False
-    parts = [part for part in (layer.prefix, layer.tail) if part is not None]
-    size = query.shape[-1]
-    return all(
-        tensor.dtype == query.dtype and tensor.shape[-1] == size and tensor.is_contiguous()
-        for part in parts
-        for tensor in (part.keys, part.values)
-    )
+    # Of what the layer remembers, since four tensors take longer to ask than a short text to attend to.
+    wanted = ("cpu", dtype, query.shape[-1], True)
+    prefix, tail = layer.prefix, layer.tail
+    return (prefix is None or prefix.layout == wanted) and (tail is None or tail.layout == wanted)
 
 
 def _compiled() -> Any:

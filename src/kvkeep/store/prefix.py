@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kvkeep.store.memory import nbytes
+from kvkeep.store.memory import Layout, nbytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +65,11 @@ class Prefix:
     def payload_bytes(self) -> int:
         """Bytes of the keys and values among them."""
         return nbytes(self.keys, self.values)
+
+    @cached_property
+    def layout(self) -> Layout | None:
+        """How keys and values lie, asked of the tensors once: a decoding step asks every layer."""
+        return Layout.of(self.keys, self.values)
 
     @cached_property
     def sizes(self) -> list[int]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from kvkeep.store.memory import nbytes
+from kvkeep.store.memory import Layout, nbytes
 
 # A full tail doubles while it is short; a longer one grows by so many columns, or by an eighth. Every step reads the
 # whole tail anyway, so that copying it now and then costs little, while slack is memory that nobody uses.
@@ -87,6 +88,11 @@ class Tail:
     def nbytes(self) -> int:
         """Bytes of its storages."""
         return nbytes(*self.tensors().values())
+
+    @cached_property
+    def layout(self) -> Layout | None:
+        """How keys and values lie; a tail that grows is another tail."""
+        return Layout.of(self.keys, self.values)
 
     @property
     def capacity(self) -> int:
