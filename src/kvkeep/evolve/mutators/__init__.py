@@ -1,0 +1,1 @@
+"""What makes new programs from old ones: the grammar, a language model, a recording."""

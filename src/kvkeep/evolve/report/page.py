@@ -1,0 +1,122 @@
+"""Writes the page of a search: one HTML file that fetches nothing; the same log gives the same page."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.resources import files
+from pathlib import Path
+
+import jinja2
+from markupsafe import Markup
+
+from kvkeep.errors import ResultsError
+from kvkeep.evolve.campaign import contestants_of, controls_of, measured_of, verdicts_of
+from kvkeep.evolve.history import History, read_history
+from kvkeep.evolve.loop import diagnosis_of, replay
+from kvkeep.evolve.report.charts import ascent_chart, scatter_chart
+from kvkeep.evolve.report.parts import (
+    first_stage_and_frc,
+    grids,
+    lineage,
+    reasons,
+    score_text,
+    search_and_heldout,
+)
+from kvkeep.results.report.numbers import number_text
+from kvkeep.results.rows import PROTOCOLS
+
+PAGE = "index.html"
+
+
+def write_search_report(folder: str | os.PathLike[str]) -> Path:
+    """Write `index.html` into the folder of a search, while it runs too.
+
+    Returns:
+        The page.
+
+    Raises:
+        ResultsError: no search in the folder, or one that has judged nothing yet.
+    """
+    folder = Path(folder)
+    history = read_history(folder)
+    if history.best is None or history.yardstick is None:
+        raise ResultsError(
+            expected=f"a search in {folder} that has judged a program", received="none yet", remedy="wait for its seeds"
+        )
+    page, draft = folder / PAGE, folder / f".{PAGE}.new"
+    draft.write_text(_render(history), encoding="utf-8", errors="replace", newline="\n")
+    os.replace(draft, page)
+    return page
+
+
+def _render(history: History) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_text),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"points": score_text, "number": number_text}
+    archive, measured = replay(history), measured_of(history)
+    correlations = [
+        first_stage_and_frc(history),
+        search_and_heldout(history, measured, _fitness_by_contestant(history)),
+    ]
+    axes = [
+        ("weight share of FRC's features", "stage 1, points"),
+        ("search score, points", "held out, nats a token"),
+    ]
+    return environment.get_template("search.html").render(
+        css=Markup((files("kvkeep.results.report") / "page.css").read_text(encoding="utf-8")),
+        history=history,
+        model=history.settings.get("model", "a model"),
+        samples=history.settings.get("samples", {}),
+        cascade=history.settings["cascade"],
+        yardstick=history.yardstick,
+        best=history.best,
+        seed=history.candidates[0],
+        counts=sorted(history.counts().items()),
+        ascent=ascent_chart(history),
+        lineage=lineage(history, history.best),
+        grids=grids(archive),
+        filled=archive.filled(),
+        reasons=reasons(history),
+        controls=controls_of(history),
+        verdicts=verdicts_of(history),
+        protocols=PROTOCOLS,
+        correlations=[
+            (ranks, scatter_chart(ranks.pairs, *labels)) for ranks, labels in zip(correlations, axes, strict=True)
+        ],
+        diagnosis=diagnosis_of(history, archive),
+        guard=_share_of_guards(history),
+        settings=json.dumps(dict(history.settings), indent=2, ensure_ascii=False),
+    )
+
+
+def _fitness_by_contestant(history: History) -> dict[str, float]:
+    """Of those that stood in the promotion, what they had reached in the search."""
+    known = {c.digest: c for c in history.candidates if c.evaluation and c.evaluation.fitness is not None}
+    found: dict[str, float] = {}
+    for name, given in contestants_of(history).items():
+        evaluation = known[given.digest].evaluation if not isinstance(given, str) and given.digest in known else None
+        if evaluation is not None and evaluation.fitness is not None:
+            found[name] = evaluation.fitness
+    for control in controls_of(history):
+        at = control.best
+        fitness = None if at is None else control.evaluations[at].fitness
+        if fitness is not None:
+            found.setdefault(control.name, fitness)
+    return found
+
+
+def _share_of_guards(history: History) -> float | None:
+    """Of the time that candidates took, what the sandbox and the guards took."""
+    evaluations = [c.evaluation for c in history.candidates if c.evaluation is not None]
+    guard, model = (sum(getattr(e, f"{name}_seconds") for e in evaluations) for name in ("guard", "model"))
+    return guard / (guard + model) if guard + model else None
+
+
+def _text(name: str) -> str:
+    return (files("kvkeep.evolve.report") / name).read_text(encoding="utf-8")
