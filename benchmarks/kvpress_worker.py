@@ -20,11 +20,22 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 import torch
 import transformers
-from kvpress import AdaKVPress, BasePress, ChunkKVPress, CriticalAdaKVPress, KVzipPress, SnapKVPress
+from kvpress import (
+    AdaKVPress,
+    BasePress,
+    ChunkKVPress,
+    CriticalAdaKVPress,
+    ExpectedAttentionPress,
+    KnormPress,
+    KVPressTextGenerationPipeline,
+    KVzipPress,
+    SnapKVPress,
+    StreamingLLMPress,
+)
 from kvpress.presses import snapkv_press
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 
 def press_of(description: dict[str, Any] | None) -> BasePress | None:
@@ -38,6 +49,9 @@ def press_of(description: dict[str, Any] | None) -> BasePress | None:
         "adakv": lambda: AdaKVPress(snapkv),
         "criticaladakv": lambda: CriticalAdaKVPress(snapkv),
         "kvzip": lambda: KVzipPress(description["ratio"]),
+        "expected-attention": lambda: ExpectedAttentionPress(description["ratio"]),
+        "knorm": lambda: KnormPress(description["ratio"]),
+        "streaming-llm": lambda: StreamingLLMPress(description["ratio"]),
     }
     press: BasePress = wrapped[description["name"]]()
     return press
@@ -53,6 +67,8 @@ class Worker:
 
     def __init__(self, folder: str, threads: int) -> None:
         torch.set_num_threads(threads)
+        self.folder = folder
+        self.pipeline: KVPressTextGenerationPipeline | None = None
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
         ).eval()
@@ -140,6 +156,39 @@ class Worker:
         kept[masked[1], masked[2]] = False
         return kept
 
+    # -- kvpress's own pipeline ----------------------------------------------------------------------------------------
+
+    def answer(
+        self, context: str, question: str, answer_prefix: str, max_new_tokens: int, press: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Cut a context, then ask about it.
+
+        Args:
+            context: is read under the press.
+            question: is asked of what is left.
+            answer_prefix: the beginning of the answer.
+            max_new_tokens: at most so many.
+            press: see `press_of`.
+        """
+        pipe = self._pipeline()
+        acting = press_of(press)
+        started = time.perf_counter()
+        result = pipe(
+            context, question=question, answer_prefix=answer_prefix, press=acting, max_new_tokens=max_new_tokens
+        )
+        return {"ms": 1000 * (time.perf_counter() - started), "answer": result["answer"]}
+
+    def tokens(self, context: str, question: str, answer_prefix: str) -> dict[str, Any]:
+        """The tokens that `answer` makes of its texts."""
+        made = self._pipeline().preprocess(context, [question], answer_prefix, max_context_length=10**9)
+        return {"context": made["context_ids"][0].tolist(), "question": made["questions_ids"][0][0].tolist()}
+
+    def _pipeline(self) -> KVPressTextGenerationPipeline:
+        if self.pipeline is None:
+            tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+            self.pipeline = KVPressTextGenerationPipeline(model=self.model, tokenizer=tokenizer)
+        return self.pipeline
+
     # -- single layers -----------------------------------------------------------------------------------------------
 
     def load(self, tensors: str) -> dict[str, Any]:
@@ -194,7 +243,10 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print must not come between the answers
     transformers.utils.logging.disable_progress_bar()
     worker = Worker(sys.argv[1], int(sys.argv[2]))
-    requests = {name: getattr(worker, name) for name in ("hello", "prefill", "step", "forget", "load", "evict")}
+    requests = {
+        name: getattr(worker, name)
+        for name in ("hello", "prefill", "step", "forget", "load", "evict", "answer", "tokens")
+    }
     with torch.inference_mode():
         for line in sys.stdin:
             request = json.loads(line)

@@ -53,7 +53,8 @@ END
 
 # For work on kvkeep: editable, with the tools of the group `dev`. $1 is the file of constraints.
 install_for_development() {
-    install_once "editable $(hash_of pyproject.toml CMakeLists.txt native "$1")" -c "$1" --group dev -e ".[bench,report,ray]"
+    install_once "editable $(hash_of pyproject.toml CMakeLists.txt native "$1")" \
+        -c "$1" --group dev -e ".[bench,report,ray,evolve,openevolve,scip]"
 }
 
 # install_once STAMP ARGUMENTS...: pip install, unless the same installation was made before.

@@ -93,6 +93,10 @@ def policies_page() -> str:
     for entry in available_policies().values():
         options = ", ".join(f"`{name}={value}`" for name, value in entry.options().items())
         lines.append(f"| `{entry.name}` | {entry.summary} | {options or '-'} | {entry.paper or '-'} |")
+    lines += ["", "| online policy | what it does | options | paper |", "|---|---|---|---|"]
+    for entry in available_policies("online").values():
+        options = ", ".join(f"`{name}={value}`" for name, value in entry.options().items())
+        lines.append(f"| `{entry.name}` | {entry.summary} | {options or '-'} | {entry.paper or '-'} |")
     lines += ["", "| part | what it does | options |", "|---|---|---|"]
     for name, part in part_types().items():
         options = ", ".join(f"`{option}={value}`" for option, value in options_of(part()).items())

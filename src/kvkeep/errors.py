@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class KvkeepError(Exception):
@@ -30,6 +31,11 @@ class KvkeepError(Exception):
         self.received = received
         self.remedy = remedy
         super().__init__(f"expected {expected}; received {received}; {remedy}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As programs read it: the kind of error, what was expected, what came, what to do."""
+        parts = {"expected": self.expected, "received": self.received, "remedy": self.remedy}
+        return {"error": type(self).__name__, **parts}
 
 
 class BudgetError(KvkeepError):

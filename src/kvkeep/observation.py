@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvkeep.calibrated import LayerStatistics
 from kvkeep.errors import PolicyError
 
 # Attention rows are computed in blocks of at most this many probabilities, so that no L x L matrix ever exists. Blocks
@@ -55,12 +56,14 @@ class Needs:
         output_weight: the slice of the output projection that belongs to each query head.
         second_passes: ways in which the model must repeat the text. They cost about as much as reading it once or
             twice more, and the cache is held in full until they are done.
+        statistics: places of what `kvkeep calibrate` found out about the model: `model`, or paths of files.
     """
 
     queries: int | None = 0
     rotary: bool = False
     output_weight: bool = False
     second_passes: frozenset[SecondPass] = frozenset()
+    statistics: frozenset[str] = frozenset()
 
     @property
     def whole_text(self) -> bool:
@@ -74,6 +77,7 @@ class Needs:
             self.rotary or other.rotary,
             self.output_weight or other.output_weight,
             self.second_passes | other.second_passes,
+            self.statistics | other.statistics,
         )
 
 
@@ -97,7 +101,7 @@ class Rotary:
         """Undo the rotation of `x [B, H, N, D]` at `positions [B, N]`, scaled variants (yarn) included."""
         cos, sin = self.cos_sin(positions)
         rotated = self.apply(x, cos, -sin)
-        scale = (cos.float().square() + sin.float().square()).mean(-1)[:, None, :, None].to(x.dtype)  # [B, 1, N, 1]
+        scale = (cos.square() + sin.square())[:, None].to(x.dtype)  # [B, 1, N, R]
         size = cos.shape[-1]
         if size == x.shape[-1]:
             return rotated / scale
@@ -143,6 +147,7 @@ class Observation:
         output_weight: `[H, hidden, D]` output projection of each query head, if it was asked for.
         second_passes: what each second pass that was asked for has given, `[B, H_kv, N]` float32; see
             `repeated_attention`.
+        statistics: what a calibration knows of the layer, by place, if it was asked for; see `calibrated`.
     """
 
     queries: Tensor
@@ -163,6 +168,7 @@ class Observation:
     rotary: Rotary | None = None
     output_weight: Tensor | None = None
     second_passes: Mapping[SecondPass, Tensor] = field(default_factory=dict)
+    statistics: Mapping[str, LayerStatistics] = field(default_factory=dict)
     # Not an argument: an observation that `replace` makes from other tensors must not inherit these summaries.
     _memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
@@ -280,6 +286,24 @@ class Observation:
                 expected="a policy whose `needs` declares its second pass",
                 received=f"a use of {second_pass} in layer {self.layer}, where {len(self.second_passes)} others are",
                 remedy="return Needs(second_passes=frozenset({SecondPass(...)})) with the very same options",
+            ) from None
+
+    def calibrated(self, place: str) -> LayerStatistics:
+        """What a calibration knows of the layer.
+
+        Args:
+            place: one that the policy declares in its `needs`.
+
+        Raises:
+            PolicyError: it was not declared.
+        """
+        try:
+            return self.statistics[place]
+        except KeyError:
+            raise PolicyError(
+                expected="a policy whose `needs` declares its statistics",
+                received=f"a use of {place!r} in layer {self.layer}, where {len(self.statistics)} others are",
+                remedy="return Needs(statistics=frozenset({...})) with the very same place",
             ) from None
 
     def pool_heads(self, summary: Tensor, how: str = "mean") -> Tensor:

@@ -50,6 +50,26 @@ def test_a_published_set_from_a_file(bench, tmp_path):
     assert ran.json["rows"] == 2
 
 
+def test_problems_with_several_answers_each(bench):
+    drawn = ("--temperature", 0.6, "--top-p", 0.95, "--top-k", 20, "--rollouts", 2)
+    ran = bench("--task", "small", *drawn, "--json", family="reasoning")
+    assert ran.status == 0, ran.err
+    assert ran.json["rows"] == 4
+    assert all(mean["pass_at_1"] == mean["score"] in (0, 0.5, 1) for mean in ran.json["means"])
+    table = bench("--task", "small", *drawn, family="reasoning")
+    assert "pass@1" in table.out
+    check_text(table)
+
+
+def test_a_limit_on_memory(bench, tmp_path):
+    usual = bench("--json").json
+    short = bench("--json", "--memory-limit", "3MiB", out=tmp_path / "short").json
+    assert short["means"] == usual["means"]
+    none = bench("--json", "--memory-limit", "10kB", out=tmp_path / "none")
+    assert none.status == 2
+    assert "a memory limit of at least" in none.out
+
+
 @pytest.mark.parametrize(
     ("words", "family", "said"),
     [
@@ -60,6 +80,11 @@ def test_a_published_set_from_a_file(bench, tmp_path):
         (("--policy", "snapvk"), "key_value", "did you mean 'snapkv'"),
         (("--compression-ratio", 1.5), "key_value", "0 <= ratio < 1"),
         (("--executor", "slurm"), "key_value", "slurm"),
+        (("--memory-limit", "8 elephants"), "key_value", "bytes such as 64MiB"),
+        (("--rollouts", 2), "key_value", "--temperature beside"),
+        (("--temperature", 0.6, "--top-p", 7), "key_value", "top_p with 0 < p <= 1"),
+        ((), "reasoning", "--task small comes along"),
+        (("--task", "aime52"), "reasoning", "did you mean 'aime25'"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_it_begins(bench, words, family, said, tmp_path):

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from kvkeep.lab.certify import is_available
 from kvkeep.lab.rows import read_instance
 
 from .conftest import TEXT, check_text
@@ -66,3 +67,25 @@ def test_errors_are_explained(kvkeep, folder, texts, tmp_path):
     unknown = kvkeep("lab", "ceiling", "--bogus", "--json")
     assert unknown.status == 2
     assert "kvkeep lab ceiling" in unknown.json["expected"]
+
+
+@pytest.mark.skipif(not is_available(), reason='the solver SCIP is not installed: pip install "kvkeep[scip]"')
+def test_selection_certifies_where_the_solver_is_there(kvkeep, tmp_path):
+    generator = np.random.default_rng(0)
+    p = generator.random(14)
+    np.savez(tmp_path / "row.npz", probabilities=p / p.sum(), values=generator.normal(size=(14, 3)))
+    words = ("lab", "selection", tmp_path / "row.npz", "--entries", "3", "--certify")
+    ran = kvkeep(*words)
+    assert "s = 3: " in ran.out
+    assert "by SCIP, proven" in ran.out
+    (found,) = kvkeep(*words, "--json").json["budgets"]
+    assert found["certificate"]["kept"] == found["best"]
+    assert found["certificate"]["proven"]
+
+
+def test_selection_names_the_solver_that_is_missing(kvkeep, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvkeep.lab.certify.is_available", lambda: False)
+    np.savez(tmp_path / "row.npz", probabilities=np.full(9, 1 / 9), values=np.eye(9))
+    ran = kvkeep("lab", "selection", tmp_path / "row.npz", "--entries", "3", "--certify")
+    assert ran.status == 2
+    assert 'pip install "kvkeep[scip]"' in ran.err

@@ -13,7 +13,7 @@ from kvkeep import cli
 from kvkeep.cli import loading
 from kvkeep.hf import embedded
 from kvkeep.policies import available_policies as registered
-from kvkeep.policies import part_types
+from kvkeep.policies import part_types, prefixes
 
 from .conftest import check_text
 
@@ -21,7 +21,7 @@ from .conftest import check_text
 def test_policies_lists_every_policy_and_part_with_its_options(kvkeep):
     ran = kvkeep("policies")
     check_text(ran)
-    for entry in registered().values():
+    for entry in (*registered().values(), *registered("online").values()):
         assert entry.name in ran.out
         for option in entry.options():
             assert f"{option}=" in ran.out
@@ -31,9 +31,12 @@ def test_policies_lists_every_policy_and_part_with_its_options(kvkeep):
 
 def test_policies_as_json(kvkeep):
     record = kvkeep("policies", "--json").json
-    assert set(record) == {"schema_version", "policies", "allocators", "selectors"}
-    assert [entry["name"] for entry in record["policies"]] == list(registered())
-    assert all(set(entry) == {"name", "summary", "paper", "options", "chunks"} for entry in record["policies"])
+    assert set(record) == {"schema_version", "policies", "allocators", "selectors", "prefixes"}
+    assert [entry["name"].partition(":")[0] for entry in record["prefixes"]] == list(prefixes())
+    assert [entry["name"] for entry in record["policies"]] == [*registered(), *registered("online")]
+    assert all(set(entry) == {"name", "summary", "paper", "options", "kind", "chunks"} for entry in record["policies"])
+    assert [entry["name"] for entry in record["policies"] if entry["kind"] == "online"] == list(registered("online"))
+    assert all(entry["chunks"] for entry in record["policies"] if entry["kind"] == "online")
     parts = record["allocators"] + record["selectors"]
     assert {part["name"] for part in parts} == set(part_types())
     assert {"name": "topk", "options": {}}.items() <= next(p for p in parts if p["name"] == "topk").items()

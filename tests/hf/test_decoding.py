@@ -122,3 +122,14 @@ def test_what_cannot_be_stacked_is_refused() -> None:
     for prompts in ([], [[1], [2]], [[]]):
         with pytest.raises(CacheStateError, match="one prompt of at least one token"):
             decode_batch(model, cache, prompts, max_new_tokens=2)
+
+
+def test_an_empty_cache_reads_the_prompts_as_its_text() -> None:
+    model = tiny_model("llama")
+    prompts = [[5, 6, 7], [8], [9, 10]]
+    found = decode_batch(model, KeepCache(model, "full"), prompts, max_new_tokens=4)
+    for prompt, new in zip(prompts, found, strict=True):
+        alone = model.generate(
+            torch.tensor([prompt]), max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None
+        )
+        assert new == alone[0, len(prompt) :].tolist()

@@ -104,7 +104,9 @@ def test_a_known_model_is_fetched_once_and_is_what_was_converted(known):
 def test_the_written_folder_has_tied_weights_once_and_no_quantisation(known):
     load_model("tiny")
     folder = model_folder("tiny")
-    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config["architectures"] == ["LlamaForCausalLM"]
     assert (folder / "LICENSE").read_bytes() == b"free"
     assert (folder / "generation_config.json").exists()
     assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode

@@ -5,15 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvkeep import Budget, KeepCache, Needs, available_policies
+from kvkeep import Budget, KeepCache, Needs, available_policies, parse_policy
 from kvkeep.errors import BudgetError, PolicyError
-from kvkeep.hf.shared_prompt import SharedPrompt
+from kvkeep.hf.shared_prompt import SharedPrompt, shared_prompt_bytes
 from kvkeep.hf.support import CACHE_ARGUMENT
 
 from .tiny import tiny_model
 
 IDS = torch.randint(3, 128, (60,), generator=torch.Generator().manual_seed(0)).tolist()
-POLICIES = [*available_policies(), "snapkv[window=6]", "snapkv[window=6]+threshold", "h2o+ada", "knorm+pyramid"]
+# Policies that want a calibration of the model have tests of their own.
+REGISTERED = [name for name in available_policies() if not parse_policy(name).needs().statistics]
+POLICIES = [*REGISTERED, "snapkv[window=6]", "snapkv[window=6]+threshold", "h2o+ada", "knorm+pyramid"]
 
 
 def feed(model: object, cache: KeepCache, ids: list[int]) -> torch.Tensor:
@@ -57,6 +59,15 @@ def test_the_peak_is_what_the_text_alone_needs() -> None:
     assert shared.prefill_seconds > 0
     entries = 3 * 2 * 60 * 2 * 16 * 8
     assert shared.nbytes >= entries
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+@pytest.mark.parametrize("policies", [["knorm"], ["snapkv[window=6]", "tova"], ["h2o"], ["kvzip", "kvzip-plus"]])
+@pytest.mark.parametrize("length", [9, 60])
+def test_the_bytes_are_known_before(architecture: str, policies: list[str], length: int) -> None:
+    model = tiny_model(architecture)
+    ids = torch.randint(3, 128, (length,), generator=torch.Generator().manual_seed(1)).tolist()
+    assert SharedPrompt(model, ids, policies).nbytes == shared_prompt_bytes(model, policies, length)
 
 
 def test_what_was_not_gathered_is_refused() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -339,3 +339,30 @@ def test_a_length_below_the_template_is_refused(bench: Bench, tmp_path: Path) ->
     short = AuditSettings("tiny", POLICIES, (0.5,), ("toy/colours",), length=3)
     with pytest.raises(TaskError, match="chat template"):
         audit(short, [Toy()], tmp_path, bench.auditor)
+
+
+def test_policies_that_make_the_model_repeat_the_text(haystack: Path, tmp_path: Path) -> None:
+    model, tokenizer = fake_model(dtype=torch.float64, layers=3)
+    tasks = [Continuation(haystack=haystack, tokens=20), Toy()]
+    policies = ("kvzip[chunk=64]", "contour[chunk=64,floor=4]")
+    settings = AuditSettings("tiny", policies, (0.5,), tuple(t.name for t in tasks), length=200, samples=1)
+    prompts = Prompting(tokenizer)
+    auditor = Auditor(model, tokenizer, settings, prompts, identity=("tiny", "0" * 64), versions={"kvkeep": "0"})
+    rows = Bench(settings, tasks, auditor).run(tmp_path)
+    assert len(rows) == 4 * (1 + 4 * 2) + 2
+    [sample] = [replace(s, length=200) for s in tasks[0].samples(tokenizer, length=200 - prompts.overhead, count=1)]
+    context = prompts.context(sample.context)
+    follows = prompts.continuation(context.end, sample.turns[0])
+    for policy in policies:
+        alone = KeepCache(model, policy, compression_ratio=0.5, repeat_prompt=prompts.repeat_prompt())
+        with torch.no_grad():
+            model(torch.tensor([context.ids]), **{CACHE_ARGUMENT: alone})
+            peak = alone.ledger.peak_bytes
+            logits = model(torch.tensor([follows[:-1]]), **{CACHE_ARGUMENT: alone}).logits[0]
+        nll = torch.nn.functional.cross_entropy(logits, torch.tensor(follows[1:]))
+        mine = {row.options["storage"]: row for row in rows if (row.policy, row.metric) == (policy, "continuation")}
+        assert mine["ragged"].fidelity.nll == pytest.approx(float(nll), abs=1e-6)  # the same request to repeat
+        assert mine["masked"].fidelity.nll == pytest.approx(float(nll), abs=1e-6)
+        assert mine["own-prefill"].memory.peak_bytes == peak
+        assert mine["ragged"].memory.peak_bytes == pytest.approx(peak, rel=0.02)
+        assert mine["own-prefill"].memory.peak_bytes > mine["own-prefill"].memory.full_bytes

@@ -8,6 +8,7 @@ import torch
 
 import kvkeep
 from kvkeep.errors import UnsupportedError
+from kvkeep.hf import substitute
 from kvkeep.lab import rows as lab_rows
 from kvkeep.lab.instance import InstanceError
 from kvkeep.lab.rows import Place, RowError, capture_rows, cells_of, read_instance, sample_places, save_rows
@@ -73,7 +74,7 @@ def test_an_error_leaves_the_model_as_it_was(monkeypatch):
     with pytest.raises(RowError, match="layer 0, head 1, position 50"):
         capture_rows(model, TOKENS, [Place(0, 1, 50)])
     assert model.config._attn_implementation == "sdpa"
-    assert lab_rows._active.get() is None
+    assert substitute._active.get() is None
 
 
 def test_a_row_that_is_not_the_models_is_refused(monkeypatch):
@@ -81,11 +82,11 @@ def test_a_row_that_is_not_the_models_is_refused(monkeypatch):
     model, _ = fake_model()
 
     def halved(*args, **kwargs):
-        output, weights = lab_rows.sdpa_attention_forward(*args, **kwargs)
+        output, weights = substitute.sdpa_attention_forward(*args, **kwargs)
         return output / 2, weights
 
-    original = lab_rows._recording
-    monkeypatch.setattr(lab_rows, "_recording", lambda former: original(lambda module: halved))
+    original = substitute._through
+    monkeypatch.setattr(substitute, "_through", lambda former: original(lambda module: halved))
     with pytest.raises(RowError, match=r"within 0.004 of its norm; received a difference of 1"):
         capture_rows(model, TOKENS, [Place(0, 1, 50)])
 

@@ -6,16 +6,16 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from kvkeep import KeepCache, available_policies
+from kvkeep import KeepCache
 from kvkeep.errors import CacheStateError, PolicyError
 from kvkeep.hf.support import CACHE_ARGUMENT
 from kvkeep.policies import parse_policy
 
 from ..hf.tiny import tiny_model
-from .common import LockStep, feed, generate, held, spy, text
+from .common import EVICTING, LockStep, feed, generate, held, spy, text
 
-CHUNKED = [name for name in available_policies() if name != "full" and not parse_policy(name).needs().whole_text]
-WHOLE = [name for name in available_policies() if parse_policy(name).needs().whole_text]
+CHUNKED = [name for name in EVICTING if not parse_policy(name).needs().whole_text]
+WHOLE = [name for name in EVICTING if parse_policy(name).needs().whole_text]
 CELLS = 3 * 2  # layers and KV heads of the tiny Llama
 
 

@@ -112,6 +112,28 @@ def test_other_cells_have_no_part_in_it() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("written", "in_rows"),
+    [
+        ("kvzip+threshold[floor=32]", "contour"),
+        ("SnapKV[kernel=7, window=32]", "snapkv"),
+        ("snapkv+chunks", "chunkkv"),
+        ("snapkv", "snapkv[window=32]"),
+        ("a-plugin-that-is-gone", "a-plugin-that-is-gone"),
+    ],
+)
+def test_policies_are_matched_by_what_they_are(written: str, in_rows: str) -> None:
+    rows = [*cell(in_rows, GOOD), *cell("random", BAD)]
+    (verdict,) = judge([claim(policy=written, against=("random[seed=0]",))], rows, declared=True)
+    assert verdict.outcome == "win", verdict.reason
+
+
+def test_other_options_are_another_policy() -> None:
+    rows = [*cell("snapkv[window=64]", GOOD), *cell("random", BAD)]
+    (verdict,) = judge([claim(policy="snapkv", against=("random",))], rows, declared=True)
+    assert verdict.reason == "no rows of snapkv for t"
+
+
 def test_opponents_that_cannot_be_judged_soften_nothing() -> None:
     rows = [*cell("ours", GOOD), *cell("peer", BAD), *cell("other", BAD, held=3000)]
     alone, of_two = (judge([claim(against=names)], rows, declared=True)[0] for names in (("peer",), ("peer", "other")))
@@ -140,6 +162,8 @@ def test_a_claims_file(tmp_path: Path) -> None:
         ('protocol = "query-agnostic"', 'protocol = "agnostic"', "'agnostic'"),
         ("compression_ratio = 0.9 }", "compression_ratio = 9 }", "budget that is none"),
         ('"random[seed=0]"', '"snapkv"', "against"),
+        ('"random[seed=0]"', '"snapkv[window=32]"', "twice the same"),
+        ('"random[seed=0]"', '"contour"', "the policy itself"),
         ('["snapkv", "random[seed=0]"]', "[3]", "against = [3]"),
         ('"a policy that was not run"', '"kvzip with a threshold is ahead of its peers"', "comes twice"),
         ("[claim.cell]", "[claim.room]", "without its [claim.cell]"),

@@ -19,7 +19,16 @@ from kvkeep.errors import TaskError
 from kvkeep.tasks import boxed
 from kvkeep.tasks.boxed import as_number, normalise
 from kvkeep.tasks.metrics import METRICS, score
-from kvkeep.tasks.reasoning import SETS, grade, grader, last_boxed, pass_at_k, read_reasoning, same_answer
+from kvkeep.tasks.reasoning import (
+    SETS,
+    ReasoningTask,
+    grade,
+    grader,
+    last_boxed,
+    pass_at_k,
+    read_reasoning,
+    same_answer,
+)
 
 # the grader
 
@@ -396,3 +405,20 @@ def test_the_sets_name_metrics_and_sources():
         assert entry.metric in METRICS
         assert entry.max_new_tokens > 0
         assert entry.source.startswith("hub:") or name == "small"
+
+
+def test_a_set_is_a_task_in_its_own_order(tmp_path):
+    known = read_reasoning("small")
+    made = ReasoningTask("small")
+    assert made.name == "reasoning/small"
+    taken = list(made.samples(None, length=7, count=3, first=2))
+    assert taken == list(known[2:5])
+    assert all(turn.reasoned for sample in taken for turn in sample.turns)
+    assert list(made.samples(None, length=0, count=0)) == []
+    for first, count in ((0, len(known) + 1), (-1, 2), (len(known), 1)):
+        with pytest.raises(TaskError, match=f"ask for at most {len(known)}"):
+            list(made.samples(None, length=7, count=count, first=first))
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"problem": "1 + 1?", "answer": 2}\n')
+    (only,) = ReasoningTask("aime25", path).samples(None, length=7, count=1)
+    assert (only.task, only.turns[0].references, only.length) == ("reasoning/aime25", ("2",), 0)

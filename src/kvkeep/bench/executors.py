@@ -38,11 +38,11 @@ class Worker:
         settings: of the run.
         loaded: model and tokenizer, where they are at hand.
         device: of the model.
-        batch_rows: see `Measurer`.
+        options: batch_rows and memory_limit, see `Measurer`.
     """
 
     def __init__(
-        self, settings: Settings, loaded: tuple[Any, Any] | None = None, device: str = "cpu", batch_rows: int = 16
+        self, settings: Settings, loaded: tuple[Any, Any] | None = None, device: str = "cpu", **options: Any
     ) -> None:
         model, tokenizer = loaded or load_model(settings.model, dtype=settings.dtype, device=device)
         self.tokenizer = tokenizer
@@ -52,13 +52,17 @@ class Worker:
             settings,
             identity=(settings.model, model_sha256(model)),
             versions=versions(model),
-            batch_rows=batch_rows,
+            **options,
         )
 
     @property
     def overhead(self) -> int:
         """Tokens of the chat template, at most."""
         return self._measurer.prompting.overhead
+
+    def check_memory(self, sample: Sample) -> None:
+        """Refuse a sample that cannot be measured within the memory limit; see `Measurer.check_memory`."""
+        self._measurer.check_memory(sample)
 
     def rows(self, unit: Unit) -> Iterator[Row]:
         """The rows of a sample that are missing."""
@@ -152,7 +156,7 @@ def make_executor(name: str, settings: Settings, workers: int, worker: Worker, *
         settings: of the run.
         workers: processes or actors.
         worker: of this process.
-        options: for the workers: device, batch_rows.
+        options: for the workers: device, batch_rows, memory_limit.
 
     Raises:
         ResultsError: an unknown name, or less than one worker.

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvkeep.bench.prefilling import NamedCut, Prefill, Text, check_memory
 from kvkeep.bench.prompting import Context, Prompting
-from kvkeep.bench.settings import Protocol, Settings
+from kvkeep.bench.rollouts import problem_of
+from kvkeep.bench.settings import Protocol, Settings, is_online
 from kvkeep.budget import Budget
 from kvkeep.hf.cache import KeepCache
-from kvkeep.hf.decoding import decode_batch
+from kvkeep.hf.decoding import decode_batch, greedy
 from kvkeep.hf.scoring import kl_divergence
-from kvkeep.hf.shared_prompt import SharedPrompt
 from kvkeep.hf.support import CACHE_ARGUMENT
 from kvkeep.results import FULL, Fidelity, Key, Memory, Row, Times, row_key
 from kvkeep.tasks.metrics import score
@@ -32,6 +33,7 @@ class Cut:
         cache: after the cut.
         memory: measured right after it.
         entries: held by each cell right after it, `[layer][KV head]`.
+        prefill_s: seconds of the forward that it was cut from.
     """
 
     policy: str
@@ -39,6 +41,7 @@ class Cut:
     cache: KeepCache
     memory: Memory
     entries: tuple[tuple[int, ...], ...]
+    prefill_s: float
 
 
 class Measurer:
@@ -51,6 +54,8 @@ class Measurer:
         identity: name and hash of the model.
         versions: of what the numbers hang on.
         batch_rows: at most so many rows are decoded together.
+        memory_limit: bytes that a prefill which is shared by all policies may hold; above it each cache reads the text
+            by itself. None for no limit.
     """
 
     def __init__(
@@ -62,10 +67,12 @@ class Measurer:
         identity: tuple[str, str],
         versions: dict[str, str],
         batch_rows: int = 16,
+        memory_limit: int | None = None,
     ) -> None:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         self.prompting = Prompting(tokenizer, settings.template)
         self._identity, self._versions, self._batch_rows = identity, versions, batch_rows
+        self._memory_limit = memory_limit
         ends = getattr(model.generation_config, "eos_token_id", None)
         given = ends if isinstance(ends, list | tuple) else [ends]
         self._stop_tokens = {int(end) for end in given if end is not None} | self.prompting.stop_tokens
@@ -86,6 +93,23 @@ class Measurer:
                 for index in range(len(sample.turns)):
                     yield from self._aware(sample, context, index, wanted)
 
+    def check_memory(self, sample: Sample) -> None:
+        """Refuse a sample of which not even one cache fits into the memory limit; nothing is run.
+
+        Raises:
+            BudgetError: with what it would need.
+        """
+        if self._memory_limit is None:
+            return
+        context = self.prompting.context(sample.context)
+        texts = []
+        if "query-agnostic" in self.settings.protocols:
+            texts.append(self._text_of(context))
+        if "query-aware" in self.settings.protocols:
+            texts += [self._text_with(context, turn)[0] for turn in sample.turns if is_asked_aware(turn)]
+        for text in texts:
+            check_memory(self.model, text, self.settings.cuts, self._memory_limit, sample.key)
+
     # -- protocols -------------------------------------------------------------------------------------------------
 
     def _agnostic(self, sample: Sample, context: Context, wanted: Callable[[Key], bool]) -> Iterator[Row]:
@@ -93,15 +117,15 @@ class Measurer:
         cuts = self._wanted(sample, range(len(sample.turns)), "query-agnostic", wanted)
         if not cuts:
             return
-        shared = self._share(context.ids, cuts)
+        prefill = self._prefill(self._text_of(context), cuts)
         talks = any(turn.continues for turn in sample.turns)
         yardsticks: dict[int, Tensor] = {}
-        for group in self._groups(shared, cuts):
+        for group in self._groups(prefill, cuts):
             if talks:
-                yield from self._conversations(sample, context, group, shared, yardsticks)
+                yield from self._conversations(sample, context, group, yardsticks)
                 continue
             for index, turn in enumerate(sample.turns):
-                place = _Place(sample, index, context, shared, "query-agnostic")
+                place = _Place(sample, index, context, "query-agnostic")
                 follows = turn.metric == CONTINUATION
                 ask = self.prompting.continuation if follows else self.prompting.question
                 yield from self._turn(place, group, ask(context.end, turn), yardsticks)
@@ -110,62 +134,66 @@ class Measurer:
         """A cut for this question, which stands at the text's end when it is made."""
         turn = sample.turns[index]
         cuts = self._wanted(sample, [index], "query-aware", wanted)
-        if not cuts or turn.continues or turn.metric == CONTINUATION:
+        if not cuts or not is_asked_aware(turn):
             return
-        ids = [*context.ids, *self.prompting.question(context.end, turn)]
-        words = len(ids) - len(self.prompting.footer(turn))
-        # The last token waits: generation needs one to begin with.
-        question = (len(context.ids), max(words, len(context.ids) + 1))
-        shared = self._share(ids[:-1], cuts, question)
+        text, last = self._text_with(context, turn)
+        prefill = self._prefill(text, cuts)
         yardsticks: dict[int, Tensor] = {}
-        for group in self._groups(shared, cuts):
-            place = _Place(sample, index, context, shared, "query-aware")
-            yield from self._turn(place, group, ids[-1:], yardsticks)
+        for group in self._groups(prefill, cuts):
+            place = _Place(sample, index, context, "query-aware")
+            yield from self._turn(place, group, last, yardsticks)
 
     def _conversations(
         self,
         sample: Sample,
         context: Context,
         group: Sequence[Cut],
-        shared: SharedPrompt,
         yardsticks: dict[int, Tensor],
     ) -> Iterator[Row]:
         """Questions of which some go on from the answers before them: each cache has a talk of its own."""
         for cut in group:
-            answer: list[int] = []
+            answer, talk = list[int](), cut.cache.fork()
             for index, turn in enumerate(sample.turns):
                 if turn.continues:
                     # The last token of an answer is not in the cache yet.
                     ids = answer[-1:] + self.prompting.follow_up(turn)
                 else:
-                    cut.cache.rewind()
+                    talk = cut.cache.fork()
                     ids = self.prompting.question(context.end, turn)
-                fidelity = self._fidelity([cut], cut.cache.fork(), ids, turn, index, yardsticks)[0]
-                answer = self._decode(cut.cache, [ids], turn)[0]
-                yield self._row(_Place(sample, index, context, shared, "query-agnostic"), cut, answer, fidelity)
+                place = _Place(sample, index, context, "query-agnostic")
+                fidelity = self._fidelity([cut], talk.fork(), ids, turn, index, yardsticks)[0]
+                answer = self._decode(place, talk, [ids])[0]
+                yield self._row(place, _weighed(cut, talk), answer, fidelity)
 
     def _turn(
         self, place: _Place, group: Sequence[Cut], ids: Sequence[int], yardsticks: dict[int, Tensor]
     ) -> Iterator[Row]:
         """One question, asked of all caches of a group together."""
-        stacked = KeepCache.stack([cut.cache for cut in group])
+        stacked = _copy_of(group)
         if place.turn.metric == CONTINUATION:
             fidelity = self._fidelity(group, stacked, ids[:1], place.turn, place.index, yardsticks, ids[1:])
             answers: list[list[int]] = [[] for _ in group]
         else:
             fidelity = self._fidelity(group, stacked.fork(), ids, place.turn, place.index, yardsticks)
-            answers = self._decode(stacked, [ids] * len(group), place.turn)
+            answers = self._decode(place, stacked, [ids] * len(group))
         for cut, answer, closeness in zip(group, answers, fidelity, strict=True):
-            yield self._row(place, cut, answer, closeness)
+            yield self._row(place, _weighed(cut, stacked), answer, closeness)
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _share(
-        self, ids: Sequence[int], cuts: Sequence[tuple[str, Budget]], question: tuple[int, int] | None = None
-    ) -> SharedPrompt:
-        policies = [policy for policy, _ in cuts]
-        prompt = self.prompting.repeat_prompt()
-        return SharedPrompt(self.model, ids, policies, question=question, repeat_prompt=prompt)
+    def _text_of(self, context: Context) -> Text:
+        """The context alone."""
+        return Text(context.ids, None, self.prompting.repeat_prompt())
+
+    def _text_with(self, context: Context, turn: Turn) -> tuple[Text, list[int]]:
+        """The context with a question behind it, and what is left to read: generation needs a token to begin with."""
+        ids = [*context.ids, *self.prompting.question(context.end, turn)]
+        words = len(ids) - len(self.prompting.footer(turn))
+        question = (len(context.ids), max(words, len(context.ids) + 1))
+        return Text(ids[:-1], question, self.prompting.repeat_prompt()), ids[-1:]
+
+    def _prefill(self, text: Text, cuts: Sequence[NamedCut]) -> Prefill:
+        return Prefill(self.model, text, cuts, self._memory_limit)
 
     def _wanted(
         self, sample: Sample, turns: Iterable[int], protocol: Protocol, wanted: Callable[[Key], bool]
@@ -180,17 +208,18 @@ class Measurer:
         # The full cache's predictions are the yardstick of all others.
         return [full, *missing] if missing and missing[0] != full else missing
 
-    def _groups(self, shared: SharedPrompt, cuts: Sequence[tuple[str, Budget]]) -> Iterator[list[Cut]]:
-        for first in range(0, len(cuts), self._batch_rows):
+    def _groups(self, prefill: Prefill, cuts: Sequence[NamedCut]) -> Iterator[list[Cut]]:
+        for names in prefill.groups(cuts, self._batch_rows):
             group = []
-            for policy, budget in cuts[first : first + self._batch_rows]:
-                cache = shared.cut(policy, budget)
-                entries = tuple(tuple(rows[0]) for rows in cache.ledger.entries_per_cell)
-                group.append(Cut(policy, budget, cache, Memory(**cache.ledger.to_dict()), entries))
+            for policy, budget in names:
+                cache, seconds = prefill.cut(policy, budget)
+                group.append(Cut(policy, budget, cache, Memory(**cache.ledger.to_dict()), _entries(cache), seconds))
             yield group
 
-    def _decode(self, cache: KeepCache, questions: Sequence[Sequence[int]], turn: Turn) -> list[list[int]]:
-        most = self.settings.max_new_tokens
+    def _decode(self, place: _Place, cache: KeepCache, questions: Sequence[Sequence[int]]) -> list[list[int]]:
+        most, turn, sampling = self.settings.max_new_tokens, place.turn, self.settings.sampling
+        # The same random numbers for all policies, other ones for each rollout.
+        seed = self.settings.seed, place.sample.key, place.index
         return decode_batch(
             self.model,
             cache,
@@ -198,6 +227,7 @@ class Measurer:
             max_new_tokens=min(most, turn.max_new_tokens) if most else turn.max_new_tokens,
             stop_tokens=self._stop_tokens,
             stop=self._is_line if self.settings.stop_at_line else None,
+            choose=greedy if sampling is None else sampling.chooser(*seed),
         )
 
     def _is_line(self, row: int, answer: list[int]) -> bool:
@@ -228,7 +258,7 @@ class Measurer:
             yardsticks: log-probabilities `[T, V]` of the full cache, by turn; filled where the group has them.
             text: what is fed and scored; None for the reference answer.
         """
-        if text is None and not (self.settings.fidelity and turn.references):
+        if text is None and not (self.settings.fidelity and turn.references and not turn.reasoned):
             return [Fidelity()] * len(group)
         reference = list(text) if text is not None else self.prompting.reference(turn)
         if not reference:
@@ -278,7 +308,7 @@ class Measurer:
         return Row(
             sample=sample.key,
             task=sample.task,
-            cluster=sample.key,
+            cluster=problem_of(sample),
             policy=cut.policy,
             budget=cut.budget.describe(),
             protocol=place.protocol,
@@ -297,7 +327,7 @@ class Measurer:
             entries_per_cell=cut.entries,
             kept_needle_share=None if shares is None else sum(map(sum, shares)) / sum(map(len, shares)),
             kept_needle_share_per_cell=shares,
-            times=Times(prefill_s=place.shared.prefill_seconds, evict_s=cut.cache.evict_seconds),
+            times=Times(prefill_s=cut.prefill_s, evict_s=cut.cache.evict_seconds),
             seeds={"samples": self.settings.seed},
             versions=self._versions,
             provider=sample.provider,
@@ -311,12 +341,35 @@ class _Place:
     sample: Sample
     index: int
     context: Context
-    shared: SharedPrompt
     protocol: Protocol
 
     @property
     def turn(self) -> Turn:
         return self.sample.turns[self.index]
+
+
+def _entries(cache: KeepCache) -> tuple[tuple[int, ...], ...]:
+    """Held by each cell of a single row, `[layer][KV head]`."""
+    return tuple(tuple(rows[0]) for rows in cache.ledger.entries_per_cell)
+
+
+def _weighed(cut: Cut, after: KeepCache) -> Cut:
+    """What a row tells of a cache: as it was cut, or behind its answer where the policy held a cap all the way."""
+    if not is_online(cut.policy):
+        return cut
+    ledger = after.ledger.to_dict()
+    memory = Memory(**{**ledger, "peak_bytes": max(cut.memory.peak_bytes, ledger["peak_bytes"])})
+    return replace(cut, cache=after, memory=memory, entries=_entries(after))
+
+
+def _copy_of(group: Sequence[Cut]) -> KeepCache:
+    """The rows of a group, to be used up; of one cache alone nothing is copied until it is written to."""
+    return group[0].cache.fork() if len(group) == 1 else KeepCache.stack([cut.cache for cut in group])
+
+
+def is_asked_aware(turn: Turn) -> bool:
+    """Whether a question can be visible when the text is cut: it is one, and known by then."""
+    return not turn.continues and turn.metric != CONTINUATION
 
 
 def kept_shares(cache: KeepCache, positions: Sequence[int]) -> tuple[tuple[float, ...], ...]:
@@ -327,5 +380,5 @@ def kept_shares(cache: KeepCache, positions: Sequence[int]) -> tuple[tuple[float
             float(torch.isin(wanted, cache.kept_positions(layer.index, 0, head).cpu()).float().mean())
             for head in range(layer.store.kv_heads)
         )
-        for layer in cache.keep_layers
+        for layer in cache.evictable_layers
     )

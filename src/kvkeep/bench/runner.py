@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.bench.executors import Unit, Worker, make_executor
+from kvkeep.bench.measuring import is_asked_aware
+from kvkeep.bench.rollouts import rollouts_of
 from kvkeep.bench.settings import Settings
 from kvkeep.errors import TaskError
 from kvkeep.results import Key, ResultLog, row_key
-from kvkeep.tasks.protocols import CONTINUATION, Sample, Task, Tokenizer
+from kvkeep.tasks.protocols import Sample, Task, Tokenizer
 
 
 def run(
@@ -24,6 +26,7 @@ def run(
     executor: str = "serial",
     workers: int = 1,
     batch_rows: int = 16,
+    memory_limit: int | None = None,
     claims: str | Path | None = None,
     on_rows: Callable[[int, int, str], None] = lambda done, total, task: None,
 ) -> Path:
@@ -38,6 +41,8 @@ def run(
         executor: serial, processes or ray.
         workers: of the executors that have several.
         batch_rows: caches that answer together; more of them want more memory.
+        memory_limit: bytes that the prefill which all policies share may hold; where it would hold more, each cache
+            reads the text by itself.
         claims: a claims file to declare before the run.
         on_rows: told after each row how many there are, how many there will be, and the task.
 
@@ -47,8 +52,10 @@ def run(
     Raises:
         ResultsError: another run's folder, or a row that cannot be written.
         TaskError: a length that is too small for a task and the template.
+        BudgetError: a sample of which not even one cache fits into the memory limit; before anything is measured.
     """
-    worker = Worker(settings, loaded, device=device, batch_rows=batch_rows)
+    options: dict[str, Any] = {"device": device, "batch_rows": batch_rows, "memory_limit": memory_limit}
+    worker = Worker(settings, loaded, **options)
     with ResultLog(folder, settings.to_dict(), claims) as log:
         samples = list(_samples(settings, tasks, worker.tokenizer, worker.overhead))
         keys = {sample.key: list(_keys(settings, sample)) for sample in samples}
@@ -60,8 +67,10 @@ def run(
                 if len(there) < len(keys[sample.key]):
                     yield sample, there
 
+        for sample, _ in missing():
+            worker.check_memory(sample)
         on_rows(len(log), total, "")
-        chosen = make_executor(executor, settings, workers, worker, device=device, batch_rows=batch_rows)
+        chosen = make_executor(executor, settings, workers, worker, **options)
         for rows in chosen.run(missing()):
             for row in rows:
                 log.append(row)
@@ -70,6 +79,16 @@ def run(
 
 
 def _samples(settings: Settings, tasks: list[Task], tokenizer: Tokenizer, overhead: int) -> Iterator[Sample]:
+    """Each sample once, and once for each rollout where answers are drawn."""
+    known: set[str] = set()
+    for sample in _texts(settings, tasks, tokenizer, overhead):
+        if sample.key in known:  # of a set whose samples have no length, under another length
+            continue
+        known.add(sample.key)
+        yield from [sample] if settings.sampling is None else rollouts_of(sample, settings.rollouts)
+
+
+def _texts(settings: Settings, tasks: list[Task], tokenizer: Tokenizer, overhead: int) -> Iterator[Sample]:
     for task in tasks:
         for length in settings.lengths:
             room = length - overhead
@@ -87,7 +106,7 @@ def _samples(settings: Settings, tasks: list[Task], tokenizer: Tokenizer, overhe
 def _keys(settings: Settings, sample: Sample) -> Iterator[Key]:
     for protocol in settings.protocols:
         for index, turn in enumerate(sample.turns):
-            if protocol == "query-aware" and (turn.continues or turn.metric == CONTINUATION):
-                continue  # what it asks is not known when the text is cut, or nothing
+            if protocol == "query-aware" and not is_asked_aware(turn):
+                continue
             for policy, budget in settings.cuts:
                 yield row_key(sample.key, index, policy, budget.describe(), protocol)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError
 
 from kvkeep import __version__
-from kvkeep.cli import audit, bench, demo, lab, models, plan, policies, run, show, tune
+from kvkeep.cli import audit, bench, calibrate, demo, evolve, lab, models, plan, policies, run, show, train, tune
 from kvkeep.cli.options import unreadable
 from kvkeep.cli.output import print_error, show_warning
 from kvkeep.errors import KvkeepError
@@ -34,12 +34,15 @@ for _command in (
     audit.audit,
     bench.report,
     tune.tune,
+    evolve.evolve,
+    calibrate.calibrate,
     plan.plan,
     policies.policies,
     models.models,
 ):
     app.command(_command)
 app.command(lab.lab)
+app.command(train.train)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from kvkeep.cli.bench import Counts, progress_of_rows
 from kvkeep.cli.loading import load
-from kvkeep.cli.options import Count, Device, Json, ModelName, OptionError
+from kvkeep.cli.options import Count, Device, Flag, Json, ModelName, OptionError
 from kvkeep.cli.output import print_json, stdout
 
 lab = App(name="lab", help="How far from the best possible choice of keys: rows of attention, sets, the ceiling.")
@@ -77,12 +77,16 @@ def rows(
 
 
 @lab.command
-def selection(path: Path, *, entries: Counts = (4, 8, 16, 32), json: Json = False) -> None:
+def selection(
+    path: Path, *, entries: Counts = (4, 8, 16, 32), certify: Flag = False, seconds: Count = 120, json: Json = False
+) -> None:
     """Judge the sets that a row could keep: top-mass, the best of the candidates, the balancing selector's.
 
     Args:
         path: A .npz archive with `probabilities` [N] and `values` [N, d], such as `kvkeep lab rows` writes.
         entries: s, how many keys may stay; repeat it for several.
+        certify: Ask the solver SCIP for the best set of the candidates, and whether it is proven.
+        seconds: At most so long for each s, with --certify.
     """
     from kvkeep.lab.measuring import measure
     from kvkeep.lab.rows import read_instance
@@ -91,6 +95,7 @@ def selection(path: Path, *, entries: Counts = (4, 8, 16, 32), json: Json = Fals
     instance, group_mass = read_instance(path.expanduser())
     budgets = tuple(dict.fromkeys(entries))
     measured = measure(instance, budgets, group_mass)
+    certificates = [_certified(instance, s, seconds) for s in budgets] if certify else []
     if json:
         found = [
             {
@@ -103,6 +108,8 @@ def selection(path: Path, *, entries: Counts = (4, 8, 16, 32), json: Json = Fals
             }
             for one in measured
         ]
+        for budget, certificate in zip(found, certificates, strict=False):
+            budget["certificate"] = certificate
         print_json({"schema_version": 1, "keys": instance.size, "size": instance.values.shape[1], "budgets": found})
         return
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
@@ -121,6 +128,12 @@ def selection(path: Path, *, entries: Counts = (4, 8, 16, 32), json: Json = Fals
     console = stdout()
     console.print(table)
     console.print(f"\n{instance.size:,} keys; errors are distances to the full output, of norm {_norm(instance):.3g}")
+    for found_of in certificates:
+        state = "proven" if found_of["proven"] else f"not proven, at least {found_of['bound']:.3g}"
+        console.print(
+            f"s = {found_of['entries']}: {found_of['error']:.3g} by SCIP, {state} "
+            f"({found_of['programmes']} programmes, {found_of['seconds']:.1f} s)"
+        )
 
 
 @lab.command
@@ -207,6 +220,13 @@ def ceiling(
     for note in sorted({line.measured.note for line in found.lines if line.measured.note}):
         console.print(f"note: {note}")
     console.print(f"* {SOURCE}")
+
+
+def _certified(instance: Any, entries: int, seconds: int) -> dict[str, Any]:
+    from kvkeep.lab.certify import certify
+
+    found = certify(instance, entries, seconds=seconds)
+    return {"entries": entries, **asdict(found), "kept": found.kept.tolist()}
 
 
 def _documents(paths: tuple[Path, ...]) -> list[Any]:

@@ -80,12 +80,16 @@ class BudgetOptions:
         """Refuse a budget that `policy` cannot be given, before a model is loaded or fetched.
 
         Raises:
-            BudgetError: none, more than one, or one out of range; only `full` needs none.
+            BudgetError: none, more than one, or one out of range; only `full` needs none. A ratio for a policy that
+                holds a cap at every step.
         """
-        from kvkeep.policies import Full
+        from kvkeep.policies import Full, OnlinePolicy
+        from kvkeep.policies.online import refuse_ratio
 
         if self.given() or not isinstance(policy, Full):
-            Budget(**self.given())
+            budget = Budget(**self.given())
+            if isinstance(policy, OnlinePolicy):
+                refuse_ratio(policy, budget)
 
 
 def read_text(path: str, option: str) -> str:
@@ -142,9 +146,11 @@ def write_text(path: Path, text: str, option: str) -> None:
 
 def seeded_policy(text: str, seed: int) -> Any:
     """The policy that a text names; one that draws takes `seed`, unless its brackets name one."""
-    from kvkeep.policies import Policy, parse_policy
+    from kvkeep.policies import OnlinePolicy, Policy, parse_policy
 
     policy = parse_policy(text)
+    if isinstance(policy, OnlinePolicy) and hasattr(policy, "seed") and not re.search(r"\bseed\s*=", text):
+        return replace(policy, seed=seed)  # type: ignore[type-var]
     if isinstance(policy, Policy) and hasattr(policy.scorer, "seed") and not re.search(r"\bseed\s*=", text):
         return replace(policy, scorer=replace(policy.scorer, seed=seed))  # type: ignore[type-var]
     return policy

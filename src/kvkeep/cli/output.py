@@ -33,8 +33,7 @@ def print_json(record: Mapping[str, Any]) -> None:
 def print_error(error: KvkeepError, *, as_json: bool) -> None:
     """What was expected, what came, and what to do: for people on stderr, for programs on stdout."""
     if as_json:
-        parts = {"expected": error.expected, "received": error.received, "remedy": error.remedy}
-        print_json({"error": type(error).__name__, **parts})
+        print_json(error.to_dict())
         return
     lines = Table.grid(padding=(0, 1, 0, 0))
     for label, text in (("expected", error.expected), ("received", error.received), ("remedy", error.remedy)):

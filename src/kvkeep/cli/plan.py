@@ -31,9 +31,9 @@ def plan(
     from kvkeep.budget import Budget
     from kvkeep.hf.planning import empty_model, plan_cache
     from kvkeep.hf.sources import dtype_name
-    from kvkeep.policies import Full, parse_policy, policy_string
+    from kvkeep.policies import Full, parse_prompt_policy, policy_string
 
-    parsed = parse_policy(policy)
+    parsed = parse_prompt_policy(policy)
     given = budget.given()
     if isinstance(parsed, Full) and not given:
         given = {"compression_ratio": 0.0}

@@ -13,9 +13,11 @@ from kvkeep.cli.output import print_json, stdout
 
 
 def policies(*, json: Json = False) -> None:
-    """List every policy with its options and their defaults, and the allocators and selectors to combine it with.
+    """List every policy with its options and their defaults, the allocators and selectors to combine it with, and
+    policies that are made of a file.
 
-    "chunks" marks those that can cut a text chunk by chunk (`kvkeep run --chunk-tokens`).
+    "chunks" marks those that can cut a text chunk by chunk (`kvkeep run --chunk-tokens`), "online" those that hold a
+    cap at every step, also while tokens are generated.
 
     The names are those of `--policy`, of Python and of results: snapkv, snapkv[window=64], snapkv[window=64]+ada.
     """
@@ -28,6 +30,7 @@ def policies(*, json: Json = False) -> None:
         ("policies", record["policies"]),
         ("allocators: how the budget is shared over heads and layers", record["allocators"]),
         ("selectors: which entries a cell keeps", record["selectors"]),
+        ("prefixes: policies that are made of a file", record["prefixes"]),
     ):
         console.print(Text(title, style="bold underline"))
         console.print(_table(rows))
@@ -36,7 +39,7 @@ def policies(*, json: Json = False) -> None:
 
 
 def _describe() -> dict[str, list[dict[str, Any]]]:
-    from kvkeep.policies import Allocator, options_of, part_types, summary_of
+    from kvkeep.policies import Allocator, OnlinePolicy, options_of, part_types, prefixes, summary_of
     from kvkeep.policies import available_policies as registered
 
     parts: dict[str, list[dict[str, Any]]] = {"allocators": [], "selectors": []}
@@ -49,11 +52,17 @@ def _describe() -> dict[str, list[dict[str, Any]]]:
             "summary": entry.summary,
             "paper": entry.paper,
             "options": entry.options(),
-            "chunks": not entry.policy.needs().whole_text,
+            "kind": entry.kind,
+            # A cap holds within a text, whatever chunks it comes in.
+            "chunks": isinstance(entry.policy, OnlinePolicy) or not entry.policy.needs().whole_text,
         }
-        for entry in registered().values()
+        for entry in (*registered().values(), *registered("online").values())
     ]
-    return {"policies": entries, **parts}
+    made = [
+        {"name": f"{prefix.name}:{prefix.placeholder}", "summary": prefix.summary, "options": {}}
+        for prefix in prefixes().values()
+    ]
+    return {"policies": entries, **parts, "prefixes": made}
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -63,6 +72,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for row in rows:
         about = Text(row["summary"])
         facts = [Text(row["paper"], style="dim")] if row.get("paper") else []
+        facts += [Text("online", style="magenta")] if row.get("kind") == "online" else []
         facts += [Text("chunks", style="green")] if row.get("chunks") else []
         facts += [Text(f"{name}={value}", style="cyan") for name, value in row["options"].items()]
         if facts:

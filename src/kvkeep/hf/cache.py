@@ -18,10 +18,14 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from kvkeep.budget import Budget, read_budget
-from kvkeep.errors import CacheStateError
+from kvkeep.errors import CacheStateError, UnsupportedError
 from kvkeep.hf import saving
 from kvkeep.hf.attach import attach
 from kvkeep.hf.budgets import cell_budgets, check_kept
+from kvkeep.hf.calibrations import calibrations_of
+from kvkeep.hf.caps import Cap, refuse_for_online
+from kvkeep.hf.evictable import EvictableLayer
+from kvkeep.hf.fitting import fitted
 from kvkeep.hf.intake import (
     check_ids,
     question_spans,
@@ -33,15 +37,17 @@ from kvkeep.hf.intake import (
 )
 from kvkeep.hf.layers import KeepLayer, cut_together
 from kvkeep.hf.marks import Mark, Window
-from kvkeep.hf.policy_table import PolicyLike, policy_table
+from kvkeep.hf.online import OnlineLayer
+from kvkeep.hf.policy_table import PolicyLike, online_policy, policy_table
 from kvkeep.hf.progress import Forward, Progress
 from kvkeep.hf.recording import new_ledger
 from kvkeep.hf.repeat_prompt import RepeatPrompt
+from kvkeep.hf.rerotation import KeyRerotation, check_rerotation, with_second_keys
 from kvkeep.hf.second_pass import check_second_passes, repeat_text
 from kvkeep.hf.seen_tokens import SeenTokens
 from kvkeep.hf.sliding import KeepSlidingLayer, refused_assisted_decoding
 from kvkeep.hf.spans import Span
-from kvkeep.hf.stacking import check_alike, stack_layers, stack_windows
+from kvkeep.hf.stacking import check_alike, check_one_cap, stack_layers, stack_slots, stack_windows
 from kvkeep.hf.support import check_rotary, plan_model, rope_switch, unwrap
 from kvkeep.observation import Needs, SecondPass
 from kvkeep.policies import Full
@@ -59,7 +65,8 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
     Args:
         model: a transformers model that kvkeep supports, or a PEFT wrapper of one.
         policy: a name (`"snapkv[window=64]+ada"`), a policy, or a table by layer index with `"*"` for the others
-            (`{0: "full", "*": "snapkv"}`; layers that are kept in full are paid from the same budget).
+            (`{0: "full", "*": "snapkv"}`; layers that are kept in full are paid from the same budget). An online policy
+            (`"online-streaming-llm"`) holds its cap at every step, also while tokens are generated.
         compression_ratio: fraction of entries to remove, 0 <= r < 1; relative to the text's length.
         entries: or: entries per cell on average.
         bytes: or: bytes of the whole cache when it is cut, as a number or as text (`"64MiB"`).
@@ -74,11 +81,16 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         repeat_prompt: for policies that make the model repeat the text (`kvzip`): what asks it to, as
             `RepeatPrompt.of(tokenizer)` makes it. Without one the bare tokens are read once more. A `Session` sees to
             it by itself.
+        rerotate_keys: after a cut, rotate the kept keys so that those of each cell stand one behind the other, up to
+            the next token; see `rerotation`. They are held twice, and a budget in bytes counts both. Kept positions
+            still tell which tokens stay.
 
     Raises:
         BudgetError: no budget, more than one, or one that cannot be kept.
         PolicyError: an unknown policy, part or option; with `cut_chunks`, one that must see the whole text.
-        UnsupportedError: a model that kvkeep has not checked.
+        UnsupportedError: a model that kvkeep has not checked; with `rerotate_keys`, rotary positions of another kind
+            than default, linear and llama3.
+        ModelFileError: a policy that judges by a calibration of the model, and none there.
     """
 
     _cut_next: int | None  # a cut that is asked for, as the tokens of the same text that come after it
@@ -99,14 +111,17 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         prompt_tokens: int | None = None,
         cut_chunks: bool = False,
         repeat_prompt: RepeatPrompt | None = None,
+        rerotate_keys: bool = False,
     ) -> None:
         plans = plan_model(model)
         evictable = [plan for plan in plans if plan.window is None]
         self.policy = policy
-        table = policy_table(policy, [plan.index for plan in evictable], len(plans))
+        self._online = online_policy(policy)
+        table = [] if self._online else policy_table(policy, [plan.index for plan in evictable], len(plans))
         given = read_budget(budget, compression_ratio=compression_ratio, entries=entries, bytes=bytes)
-        keeps_all = all(isinstance(p, Full) for p in table)
+        keeps_all = not self._online and all(isinstance(p, Full) for p in table)
         self.budget = given or Budget(compression_ratio=0.0 if keeps_all else None)
+        self._online = fitted(self._online, model, plans, self.budget)
         self.prompt_tokens = read_prompt_tokens(prompt_tokens)
         self.protect = tuple(read_span(span) for span in protect or ())
         self.question = None if question is None else read_span(question)
@@ -120,6 +135,16 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self.second_pass_seconds: dict[SecondPass, float] = {}
         if needs.rotary or needs.second_passes:  # a repetition goes further than the text
             check_rotary(unwrap(model))
+        if rerotate_keys:
+            check_rerotation(model)
+        self.rerotate_keys = rerotate_keys
+        known = calibrations_of(unwrap(model), needs.statistics)
+        self._cap: Cap | None = None
+        if self._online:
+            refuse_for_online(self._online, question=question, cut_chunks=cut_chunks, rerotate_keys=rerotate_keys)
+            self._cap = Cap(self._online, self.budget, plans, unwrap(model).dtype, self.protect)
+            if self._online.needs_rotary:
+                check_rotary(unwrap(model))
         inner = attach(model)
         self._switch = rope_switch(inner)
         self._model = weakref.ref(inner)
@@ -128,6 +153,9 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         for plan in plans:
             if plan.window is not None:
                 layers.append(KeepSlidingLayer(plan.window, self._progress))
+                continue
+            if self._cap:
+                layers.append(OnlineLayer(plan.index, self._cap, self._progress))
                 continue
             mine = table[evictable.index(plan)]
             peers = [other for other, p in zip(evictable, table, strict=True) if p == mine]
@@ -139,10 +167,12 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
                     policy=mine,
                     protect=self.protect,
                     progress=self._progress,
+                    statistics={place: each.layers[plan.index] for place, each in known.items()},
+                    rerotation=KeyRerotation.of(inner.get_decoder(), plan.index) if rerotate_keys else None,
                 )
             )
         super().__init__(layers=layers)
-        self._ledger = new_ledger(self.keep_layers, self.sliding_layers, self._progress)
+        self._ledger = new_ledger(self.evictable_layers, self.sliding_layers, self._progress)
         self._last_cut: Mark | None = None
         self._on_request = False
         self._start()
@@ -185,8 +215,28 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         return self._progress.forward is not None and self._progress.forward.touched
 
     @property
+    def is_online(self) -> bool:
+        """Whether a cap holds at every step, instead of a cut where a text ends."""
+        return self._online is not None
+
+    @property
+    def evictable_layers(self) -> list[EvictableLayer]:
+        """The layers that a policy may evict entries of."""
+        return [layer for layer in self.layers if isinstance(layer, EvictableLayer)]
+
+    @property
     def keep_layers(self) -> list[KeepLayer]:
-        """The evictable layers."""
+        """The same, of a cache that is cut where a text ends.
+
+        Raises:
+            UnsupportedError: an online policy holds a cap in them.
+        """
+        if self._online:
+            raise UnsupportedError(
+                expected="a cache that is cut where a text ends",
+                received=f"one under {self._online.name}, which holds a cap at every step",
+                remedy="use a policy of the kind `prompt`, see `kvkeep policies`",
+            )
         return [layer for layer in self.layers if isinstance(layer, KeepLayer)]
 
     @property
@@ -213,7 +263,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         Raises:
             CacheStateError: there is no such cell.
         """
-        stores = {each.index: each.store for each in self.keep_layers}
+        stores = {each.index: each.store for each in self.evictable_layers}
         if layer not in stores or not (0 <= row < stores[layer].batch and 0 <= head < stores[layer].kv_heads):
             held = next(iter(stores.values()))
             raise CacheStateError(
@@ -244,6 +294,8 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         progress = self._progress
         tokens = read_tokens(progress, shape, mask, position_ids, self._switch)
         new = shape[1]
+        if self._cap and not progress.columns:
+            self._cap.geometries(shape[0])  # a budget in bytes may be too small for so many rows
         cutting, coming = self._plan_cut(new)
         empty = min(tokens.lengths) == 0
         if coming and empty:
@@ -271,7 +323,8 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             second_passes=self._passes if cutting else frozenset(),
         )
         if cutting:
-            whole = cell_budgets(self.budget, forward.text_lengths, self._plans, self._table, self.protect)
+            plans = with_second_keys(self._plans) if self.rerotate_keys else self._plans
+            whole = cell_budgets(self.budget, forward.text_lengths, plans, self._table, self.protect)
             forward.budgets = [min(budget, length) for budget, length in zip(whole, tokens.lengths, strict=True)]
             forward.questions = question_spans(self.question, tokens.lengths)
         progress.forward = forward
@@ -287,7 +340,8 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             self._seen.add(forward.ids, forward.valid)
         if forward.second_passes:
             self._repeat(forward)
-        cut_together(self.keep_layers)
+        if not self._online:
+            cut_together(self.keep_layers)
         if forward.cutting:
             check_kept(self.keep_layers, forward.budgets)
         progress.lengths = forward.lengths
@@ -349,7 +403,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         until the cache is rewound or cropped to a point before it."""
         self._refuse_broken()
         self._refuse_unfinished()
-        mark = Mark.of(self._progress, self.keep_layers, self.sliding_layers)
+        mark = Mark.of(self._progress, self.evictable_layers, self.sliding_layers)
         self._marks.add(mark)
         return mark
 
@@ -370,7 +424,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
                 else "a mark of another cache, or from before a cut, a reordering, a reset or a rewind further back",
                 remedy="take a new mark() after the text has been ingested",
             )
-        mark.restore(self._progress, self.keep_layers, self.sliding_layers)
+        mark.restore(self._progress, self.evictable_layers, self.sliding_layers)
         self._seen.truncate(mark.columns)
         self._coming = 0
         self._forget_later_marks()
@@ -386,12 +440,11 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         twin.layers = [copy.copy(layer) for layer in self.layers]
         for layer in twin.layers:
             layer.progress = twin._progress
-        for layer in twin.keep_layers:
-            layer.store = layer.store.fork()
-            layer.judged, layer.repeated, layer._queries = [], {}, list(layer._queries)
+        for layer in twin.evictable_layers:
+            layer.branch()
         twin._seen = self._seen.copy()
         twin._marks = WeakSet(self._marks)
-        twin._ledger = new_ledger(twin.keep_layers, twin.sliding_layers, twin._progress)
+        twin._ledger = new_ledger(twin.evictable_layers, twin.sliding_layers, twin._progress)
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeepCache:
@@ -410,7 +463,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         remove = -tokens_to_remove if tokens_to_remove <= 0 else progress.columns - tokens_to_remove
         if remove <= 0:
             return
-        room = min((layer.store.tail_length for layer in self.keep_layers), default=0)
+        room = min((layer.store.tail_length for layer in self.evictable_layers), default=0)
         slid = any(layer.cumulative_length >= layer.sliding_window for layer in self.sliding_layers)
         if remove > room or slid:
             raise CacheStateError(
@@ -490,9 +543,28 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """
         for cache in caches:
             cache.refuse_unusable()
-        check_alike([cache.model for cache in caches], [cache.keep_layers for cache in caches])
-        stacked = cls(caches[0].model, "full")
+        check_alike([cache.model for cache in caches], [cache.evictable_layers for cache in caches])
+        if any(cache._online for cache in caches):
+            return cls._stack_online(caches)
+        if len({cache.rerotate_keys for cache in caches}) > 1:
+            raise CacheStateError(
+                expected="caches that all rotate their keys anew, or none of them",
+                received="both kinds",
+                remedy="stack those of each kind by themselves",
+            )
+        stacked = cls(caches[0].model, "full", rerotate_keys=caches[0].rerotate_keys)
         stack_layers(stacked.keep_layers, [cache.keep_layers for cache in caches])
+        stack_windows(stacked.sliding_layers, [cache.sliding_layers for cache in caches])
+        lengths = [length for cache in caches for length in cache.lengths]
+        stacked.begin_with(lengths, max(cache.get_seq_length() for cache in caches))
+        return stacked
+
+    @classmethod
+    def _stack_online(cls, caches: Sequence[KeepCache]) -> KeepCache:
+        first = caches[0]
+        check_one_cap([(cache.policy, cache.budget, cache.protect) for cache in caches])
+        stacked = cls(first.model, first.policy, budget=first.budget, protect=first.protect)
+        stack_slots(stacked._online_layers, [cache._online_layers for cache in caches])
         stack_windows(stacked.sliding_layers, [cache.sliding_layers for cache in caches])
         lengths = [length for cache in caches for length in cache.lengths]
         stacked.begin_with(lengths, max(cache.get_seq_length() for cache in caches))
@@ -522,14 +594,16 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             self._seen.add(ids, None)
         for layer, window in zip(self.sliding_layers if windows else (), windows, strict=True):
             layer.restore(window)
-        for layer in self.keep_layers:
+        for layer in self.evictable_layers:
             layer.is_initialized = True
         self._progress.lengths, self._progress.columns = list(lengths), columns
         self._progress.add_notes(notes)
         self._progress.evict_seconds += seconds
         self._cuts += 1
+        self._move_up()
         self._ledger.restart()
-        self._set_last_cut(self.mark())
+        if not self._online:  # a mark keeps a copy of what it goes back to
+            self._set_last_cut(self.mark())
 
     def activate_past_recording(self) -> None:
         """Refused: assisted decoding asks for it before the first forward."""
@@ -585,6 +659,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             mark = Mark.from_dict(progress["last_cut"], windows)
             self._marks.add(mark)
             self._set_last_cut(mark)
+        self._move_up()
         self._ledger.restart()
         self._ledger.peak_bytes = peak_bytes
 
@@ -603,6 +678,14 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._new_columns = 0
         self._last_cut = None
         self._seen = SeenTokens()
+
+    def _move_up(self) -> None:
+        for layer in self.keep_layers if self.rerotate_keys else ():
+            layer.move_up()
+
+    @property
+    def _online_layers(self) -> list[OnlineLayer]:
+        return [layer for layer in self.layers if isinstance(layer, OnlineLayer)]
 
     def _record_all(self) -> None:
         for layer in self.layers:
@@ -639,6 +722,8 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     def _plan_cut(self, new: int) -> tuple[bool, int]:
         """Whether to cut at the end of a forward of `new` columns, and how many columns of its text come after it."""
+        if self._online:
+            return False, 0
         if self._cut_next is not None:
             return True, self._cut_next
         if self._on_request:

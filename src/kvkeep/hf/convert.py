@@ -105,6 +105,7 @@ def write_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fol
             state[name] = tensor.contiguous()
     with quiet():
         save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+        model.config.architectures = [type(model).__name__]  # a .gguf file has none; servers ask for it
         model.config.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

@@ -37,7 +37,7 @@ def decode_batch(
 
     Args:
         model: the model that the cache was made for.
-        cache: with as many rows as there are prompts.
+        cache: with as many rows as there are prompts; an empty one reads the prompts as its text.
         prompts: tokens that each row reads before its first new one, at least one each (a question).
         max_new_tokens: at most so many new tokens, for all rows or for each.
         stop_tokens: a row ends with one of these, which is left in its result.
@@ -51,7 +51,7 @@ def decode_batch(
         CacheStateError: another number of prompts than rows, or an empty prompt.
         UnsupportedError: prompts of different length, for a model with sliding-window layers.
     """
-    rows = len(cache.lengths)
+    rows = len(cache.lengths) or len(prompts)
     limits = [max_new_tokens] * rows if isinstance(max_new_tokens, int) else list(max_new_tokens)
     if len(prompts) != rows or len(limits) != rows or not all(prompts):
         raise CacheStateError(
@@ -62,16 +62,11 @@ def decode_batch(
     ends = frozenset(stop_tokens)
     new: list[list[int]] = [[] for _ in range(rows)]
     ids, fresh = left_padded(prompts, pad=prompts[0][0], device=model.device)
-    if fresh is not None and cache.sliding_layers:
-        raise UnsupportedError(
-            expected="prompts of one length, in a model with sliding-window layers, whose window counts padding too",
-            received=f"{sorted(map(len, prompts))} tokens",
-            remedy="decode those of equal length together",
-        )
-    mask = _mask(cache, fresh, ids)
+    refuse_padding(cache, fresh, list(map(len, prompts)))
+    mask = mask_of(cache, fresh, ids)
     going = list(range(rows))
     while True:
-        positions = _positions(cache, ids, None if mask is None else mask[:, -ids.shape[1] :])
+        positions = positions_of(cache, ids, None if mask is None else mask[:, -ids.shape[1] :])
         logits = model(
             input_ids=ids,
             attention_mask=mask,
@@ -99,7 +94,26 @@ def decode_batch(
             mask = torch.cat([mask, mask.new_ones(len(going), 1)], dim=1)
 
 
-def _mask(cache: KeepCache, fresh: Tensor | None, ids: Tensor) -> Tensor | None:
+def refuse_padding(cache: KeepCache, fresh: Tensor | None, lengths: Sequence[int]) -> None:
+    """Refuse new tokens with padding among them where a window would count it.
+
+    Args:
+        cache: that they are for.
+        fresh: `[rows, new]` false at padding; None if there is none.
+        lengths: tokens of each row.
+
+    Raises:
+        UnsupportedError: there is padding, and the model has sliding-window layers.
+    """
+    if fresh is not None and cache.sliding_layers:
+        raise UnsupportedError(
+            expected="prompts of one length, in a model with sliding-window layers, whose window counts padding too",
+            received=f"{sorted(lengths)} tokens",
+            remedy="decode those of equal length together",
+        )
+
+
+def mask_of(cache: KeepCache, fresh: Tensor | None, ids: Tensor) -> Tensor | None:
     """`[rows, seen + new]` false at padding; None if there is none in what is new.
 
     What was seen counts from the right: the cache knows how long each row is, not where its padding was.
@@ -107,13 +121,13 @@ def _mask(cache: KeepCache, fresh: Tensor | None, ids: Tensor) -> Tensor | None:
     if fresh is None:
         return None
     columns = cache.get_seq_length()
-    lengths = torch.tensor(cache.lengths, device=ids.device)
+    lengths = torch.tensor(cache.lengths or [0] * len(ids), device=ids.device)
     seen = torch.arange(columns, device=ids.device) >= columns - lengths[:, None]
     return torch.cat([seen.long(), fresh], dim=1)
 
 
-def _positions(cache: KeepCache, ids: Tensor, fresh: Tensor | None) -> Tensor:
-    """Logical positions `[rows, new]`."""
-    lengths = torch.tensor(cache.lengths, device=ids.device)[:, None]
+def positions_of(cache: KeepCache, ids: Tensor, fresh: Tensor | None) -> Tensor:
+    """Logical positions `[rows, new]` of new tokens; `fresh [rows, new]` is false at their padding."""
+    lengths = torch.tensor(cache.lengths or [0] * len(ids), device=ids.device)[:, None]
     steps = torch.ones_like(ids) if fresh is None else fresh
     return (lengths + steps.cumsum(1) - 1).clamp(min=0)

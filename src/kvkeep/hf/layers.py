@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin
 
 from kvkeep.attention import attend, attend_prompt
-from kvkeep.hf.attention import Handle, KeptLength
+from kvkeep.calibrated import LayerStatistics
+from kvkeep.hf.evictable import EvictableLayer
 from kvkeep.hf.progress import Progress, running
+from kvkeep.hf.rerotation import KeyRerotation, with_prefix
 from kvkeep.hf.spans import Span, protected_entries
 from kvkeep.hf.support import output_weight_of, rotary_of
 from kvkeep.observation import Observation, SecondPass
 from kvkeep.policies.protocols import Judgement, PromptPolicy, chosen_masks
 from kvkeep.store import Held, RaggedLayer
+from kvkeep.store.prefix import Prefix
 
 
-class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not typed
-    """A layer of full attention whose entries a policy may evict.
+class KeepLayer(EvictableLayer):
+    """A layer that is cut where a text ends.
 
     Args:
         index: of the layer in the model.
@@ -30,10 +32,11 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
         policy: decides what stays.
         protect: position ranges that the caller protects, as slices `(start, end)`.
         progress: shared by all layers of the cache.
+        statistics: what a calibration knows of the layer, by the places that policies name.
+        rerotation: rotates kept keys anew after a cut; None: they keep the positions that they were made for.
     """
 
-    is_sliding = False
-    supports_early_init = False
+    store: RaggedLayer
 
     def __init__(
         self,
@@ -44,52 +47,24 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
         policy: PromptPolicy,
         protect: Sequence[Span],
         progress: Progress,
+        statistics: Mapping[str, LayerStatistics] | None = None,
+        rerotation: KeyRerotation | None = None,
     ) -> None:
-        super().__init__()
-        self.index, self.ordinal, self.layers = index, ordinal, layers
+        super().__init__(index, progress)
+        self.ordinal, self.layers = ordinal, layers
         self.policy = policy
         self.protect = protect
-        self.progress = progress
+        self.statistics = statistics or {}
+        self.rerotation = rerotation
         self.store = RaggedLayer()
-        self.record: Callable[[], None] = lambda: None
         self.judged: list[Judgement] = []  # those that wait for other layers
         # What second passes have seen, `[B, H_kv, L]` by position, until the layer is judged.
         self.repeated: dict[SecondPass, Tensor] = {}
         self._queries: list[tuple[Tensor, Tensor, Tensor | None]] = []  # of earlier chunks of a text not yet cut
         self._waiting: tuple[nn.Module, float] | None = None  # module and scaling, while it waits for second passes
+        self._moved: tuple[Prefix, Prefix] | None = None  # the store's prefix, and the one that attention reads
 
-    # -- what transformers asks ------------------------------------------------------------------------------------
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the store takes its shape from the first tokens."""
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Hand the new tokens to the attention function, which stores them after it has taken them out."""
-        running(self.progress)
-        handle = Handle(self, key_states, value_states)
-        return handle, handle
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the mask; the length is marked, so that no q x L mask is built."""
-        return KeptLength(self.progress.columns + query_length), 0
-
-    def get_seq_length(self) -> int:
-        """Tokens seen, padding included, whatever was evicted: positions follow this."""
-        return self.progress.columns
-
-    def get_max_length(self) -> int:
-        """No limit."""
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        """No limit; the name before transformers 5.17."""
-        return -1
-
-    @property
-    def batch_size(self) -> int:
-        """Rows, or -1 before the first forward."""
-        return self.store.batch or -1
+    # -- what transformers and the cache ask -----------------------------------------------------------------------
 
     def reset(self) -> None:
         """Hold nothing."""
@@ -98,20 +73,42 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
         self.repeated.clear()
         self._queries.clear()
         self._waiting = None
+        self._moved = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i what row `beam_idx[i]` was."""
+        moved, self._moved = self._moved, None
         self.store.reorder(beam_idx)
+        if moved is not None and self.store.prefix is not None:
+            same, prefix = moved[1] is moved[0], self.store.prefix
+            self._moved = prefix, prefix if same else replace(prefix, keys=moved[1].select(beam_idx).keys)
         rows = beam_idx.to(self._queries[0][0].device) if self._queries else beam_idx
         self._queries = [(q[rows], p[rows], None if v is None else v[rows]) for q, p, v in self._queries]
+        if moved is not None:
+            self.count_state()
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row."""
-        self.reorder_cache(torch.arange(self.store.batch).repeat_interleave(repeats))
+    def snapshot(self) -> int:
+        """Columns of the tail: what was kept at the last cut stays as it is."""
+        return self.store.tail_length
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some rows."""
-        self.reorder_cache(torch.arange(self.store.batch, device=indices.device)[indices])
+    def restore(self, snapshot: int) -> None:
+        """Forget what came after a snapshot. A forward that only appended is undone, also half of one."""
+        self.store.rewind(snapshot)
+
+    def branch(self) -> None:
+        """Be independent of the layer that this one was copied from."""
+        self.store = self.store.fork()
+        self.judged, self.repeated, self._queries = [], {}, list(self._queries)
+
+    def export(self) -> dict[str, Tensor]:
+        """The entries as they go into a file, without slack."""
+        used = self.store.fork()
+        used.trim()
+        return used.tensors()
+
+    def load(self, tensors: Mapping[str, Tensor], batch: int, kv_heads: int) -> None:
+        """Hold what `export` gave."""
+        self.store.load_tensors(tensors, batch, kv_heads)
 
     # -- the forward -----------------------------------------------------------------------------------------------
 
@@ -136,7 +133,7 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
         self.store.append(key, value, positions, valid, forward.reserve)
         self.is_initialized = True
         del key, value  # the store has them; a cut must be able to free them
-        output = self._attend_alone(query, valid, scaling) if alone else attend(query, self.store, scaling)
+        output = self._attend_alone(query, valid, scaling) if alone else attend(query, self._readable(), scaling)
         if forward.cutting:
             self._queries.append((query.detach(), positions, valid))
             if forward.second_passes:
@@ -160,6 +157,8 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
     def count_state(self) -> None:
         """Tell the ledger what is remembered of the text beside its entries."""
         tensors = [t for entry in self._queries for t in entry if t is not None]
+        if self._moved is not None and self._moved[1] is not self._moved[0]:
+            tensors.append(self._moved[1].keys)
         held = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in [*tensors, *self.repeated.values()]}
         self.store.state_bytes = sum(storage.nbytes() for storage in held.values())
         self.record()
@@ -176,9 +175,29 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
             masks: in the order of `judged`, or of `held`.
             held: what was judged, where it is still at hand.
         """
+        self._moved = None
         self.store.cut(held or self.store.held(self._lengths), masks)
         self.judged.clear()
-        self.record()
+        self.move_up()
+
+    def move_up(self) -> None:
+        """Rotate the keys of the prefix anew, if that was asked for and they are not there yet; tell the ledger."""
+        prefix, ends = self.store.prefix, self._lengths
+        if self.rerotation is None or prefix is None or len(ends) != self.store.batch:
+            self._moved = None
+        elif self._moved is None or self._moved[0] is not prefix:
+            tail = self.store.tail_counts().tolist()
+            at_cut = [length - count for length, count in zip(ends, tail, strict=True)]
+            self._moved = (prefix, self.rerotation.moved_up(prefix, at_cut))
+        self.count_state()
+
+    def _readable(self) -> RaggedLayer:
+        """The store as attention reads it."""
+        if self.rerotation is None or self.store.prefix is None:
+            return self.store
+        if self._moved is None or self._moved[0] is not self.store.prefix:
+            self.move_up()
+        return self.store if self._moved is None else with_prefix(self.store, self._moved[1])
 
     def _attend_alone(self, query: Tensor, valid: Tensor | None, scaling: float) -> Tensor:
         """Attention of a text with nothing before it."""
@@ -288,6 +307,7 @@ class KeepLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not t
                 each: self.repeated[each][first:last].gather(2, held.positions.masked_fill(~held.valid, 0))
                 for each in needs.second_passes
             },
+            statistics={place: self.statistics[place].to(held.keys.device) for place in needs.statistics},
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvkeep.hf.layers import KeepLayer
+from kvkeep.hf.evictable import EvictableLayer
 from kvkeep.hf.progress import Progress
 from kvkeep.hf.sliding import KeepSlidingLayer
 
@@ -22,29 +22,31 @@ class Mark:
     Attributes:
         columns: tokens seen, padding included.
         lengths: logical length of each row.
-        tails: columns in the tail of each evictable layer.
+        entries: a snapshot of each evictable layer.
         windows: what each sliding layer held.
     """
 
     columns: int
     lengths: tuple[int, ...]
-    tails: tuple[int, ...]
+    entries: tuple[Any, ...]
     windows: tuple[Window, ...]
 
     @classmethod
-    def of(cls, progress: Progress, layers: Sequence[KeepLayer], sliding: Sequence[KeepSlidingLayer]) -> Mark:
+    def of(cls, progress: Progress, layers: Sequence[EvictableLayer], sliding: Sequence[KeepSlidingLayer]) -> Mark:
         """Where a cache stands."""
         return cls(
             columns=progress.columns,
             lengths=tuple(progress.lengths),
-            tails=tuple(layer.store.tail_length for layer in layers),
+            entries=tuple(layer.snapshot() for layer in layers),
             windows=tuple(layer.snapshot() for layer in sliding),
         )
 
-    def restore(self, progress: Progress, layers: Sequence[KeepLayer], sliding: Sequence[KeepSlidingLayer]) -> None:
+    def restore(
+        self, progress: Progress, layers: Sequence[EvictableLayer], sliding: Sequence[KeepSlidingLayer]
+    ) -> None:
         """Let the cache stand here again. A forward that only appended is undone, also half of one."""
-        for layer, tail in zip(layers, self.tails, strict=True):
-            layer.store.rewind(tail)
+        for layer, snapshot in zip(layers, self.entries, strict=True):
+            layer.restore(snapshot)
             if not self.columns:
                 layer.store.reset()  # empty again: the next text may have other rows
         for window, held in zip(sliding, self.windows, strict=True):
@@ -53,11 +55,11 @@ class Mark:
         progress.forward = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it, but for the windows' tensors."""
+        """As JSON holds it, but for the windows' tensors; of a cache that is cut where a text ends."""
         return {
             "columns": self.columns,
             "lengths": self.lengths,
-            "tails": self.tails,
+            "tails": self.entries,
             "seen": [seen for _, _, seen in self.windows],
         }
 
@@ -68,6 +70,6 @@ class Mark:
         return cls(
             columns=facts["columns"],
             lengths=tuple(facts["lengths"]),
-            tails=tuple(facts["tails"]),
+            entries=tuple(facts["tails"]),
             windows=tuple((keys, values, seen) for (keys, values), seen in pairs),
         )

@@ -6,9 +6,36 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvkeep.errors import PolicyError
-from kvkeep.policies import PromptPolicy, parse_policy, policy_string
+from kvkeep.policies import (
+    AnyPolicy,
+    OnlinePolicy,
+    PromptPolicy,
+    parse_policy,
+    parse_prompt_policy,
+    policy_string,
+)
 
-PolicyLike = str | PromptPolicy | Mapping[int | str, str | PromptPolicy]
+PolicyLike = str | AnyPolicy | Mapping[int | str, str | AnyPolicy]
+
+
+def online_policy(policy: PolicyLike) -> OnlinePolicy | None:
+    """The online policy that governs all evictable layers; None where texts are cut at their end.
+
+    Raises:
+        PolicyError: an online policy for some layers only.
+    """
+    if not isinstance(policy, Mapping):
+        parsed = parse_policy(policy)
+        return parsed if isinstance(parsed, OnlinePolicy) else None
+    for key, value in policy.items():
+        parsed = parse_policy(value)
+        if isinstance(parsed, OnlinePolicy):
+            raise PolicyError(
+                expected="one policy for all layers where it holds a cap at every step",
+                received=f"{policy_string(parsed)} for layer {key!r} of a table",
+                remedy="give it alone, as policy=...",
+            )
+    return None
 
 
 def policy_table(policy: PolicyLike, indices: Sequence[int], layers: int) -> list[PromptPolicy]:
@@ -23,9 +50,9 @@ def policy_table(policy: PolicyLike, indices: Sequence[int], layers: int) -> lis
         PolicyError: an index that the model does not have or does not evict, or layers without a policy.
     """
     if not isinstance(policy, Mapping):
-        same = parse_policy(policy)
+        same = parse_prompt_policy(policy)
         return [same] * len(indices)
-    parsed = {key: parse_policy(value) for key, value in policy.items()}
+    parsed = {key: parse_prompt_policy(value) for key, value in policy.items()}
     unknown = [key for key in parsed if key != "*" and key not in indices]
     missing = [index for index in indices if index not in parsed and "*" not in parsed]
     if unknown or missing:

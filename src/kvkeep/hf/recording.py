@@ -5,13 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 
-from kvkeep.hf.layers import KeepLayer
+from kvkeep.hf.evictable import EvictableLayer
 from kvkeep.hf.progress import Progress
 from kvkeep.hf.sliding import KeepSlidingLayer
 from kvkeep.store import Ledger
 
 
-def new_ledger(layers: Sequence[KeepLayer], sliding: Sequence[KeepSlidingLayer], progress: Progress) -> Ledger:
+def new_ledger(layers: Sequence[EvictableLayer], sliding: Sequence[KeepSlidingLayer], progress: Progress) -> Ledger:
     """A ledger that all layers of a cache report to from now on.
 
     Args:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -16,6 +14,7 @@ from kvkeep.errors import CacheStateError
 from kvkeep.hf.models import weights_fingerprint
 from kvkeep.hf.policy_table import PolicyLike, table_from_text, table_to_text
 from kvkeep.hf.support import unwrap
+from kvkeep.store.digest import sha256_of
 
 if TYPE_CHECKING:
     from kvkeep.hf.cache import KeepCache
@@ -40,10 +39,8 @@ def save(cache: KeepCache, path: Path, *, session: dict[str, Any] | None = None)
             remedy="name a file in a folder that exists",
         )
     tensors: dict[str, Tensor] = {}
-    for index, layer in enumerate(cache.keep_layers):
-        used = layer.store.fork()
-        used.trim()
-        tensors |= {f"layer.{index}.{name}": tensor.contiguous() for name, tensor in used.tensors().items()}
+    for index, layer in enumerate(cache.evictable_layers):
+        tensors |= {f"layer.{index}.{name}": tensor.contiguous() for name, tensor in layer.export().items()}
     for index, sliding in enumerate(cache.sliding_layers):
         if sliding.keys is not None and sliding.values is not None:
             tensors[f"window.{index}.keys"] = sliding.keys.contiguous()
@@ -59,17 +56,18 @@ def save(cache: KeepCache, path: Path, *, session: dict[str, Any] | None = None)
         "budget": cache.budget.describe(),
         "protect": cache.protect,
         "prompt_tokens": cache.prompt_tokens,
+        "rerotate_keys": cache.rerotate_keys,
         "progress": cache.export_progress(),
         "peak_bytes": cache.ledger.peak_bytes,
-        "batch": [layer.store.batch for layer in cache.keep_layers],
-        "kv_heads": [layer.store.kv_heads for layer in cache.keep_layers],
+        "batch": [layer.store.batch for layer in cache.evictable_layers],
+        "kv_heads": [layer.store.kv_heads for layer in cache.evictable_layers],
         "seen": [sliding.cumulative_length for sliding in cache.sliding_layers],
         "session": session,
     }
     text = json.dumps(facts)
     temporary = path.with_name(path.name + ".partial")
     try:
-        save_file(tensors, temporary, metadata={"kvkeep": text, "sha256": _sha256(text, tensors)})
+        save_file(tensors, temporary, metadata={"kvkeep": text, "sha256": sha256_of(text, tensors)})
         temporary.replace(path)
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
@@ -98,14 +96,15 @@ def load(kind: type[KeepCache], path: Path, model: Any, policy: PolicyLike | Non
         policy if policy is not None else table_from_text(facts["policy"]),
         protect=[tuple(span) for span in facts["protect"]],
         prompt_tokens=facts["prompt_tokens"],
+        rerotate_keys=facts.get("rerotate_keys", False),
         **facts["budget"],
     )
     device = model.device
     tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-    for index, layer in enumerate(cache.keep_layers):
+    for index, layer in enumerate(cache.evictable_layers):
         start = f"layer.{index}."
         mine = {name[len(start) :]: tensor for name, tensor in tensors.items() if name.startswith(start)}
-        layer.store.load_tensors(mine, facts["batch"][index], facts["kv_heads"][index])
+        layer.load(mine, facts["batch"][index], facts["kv_heads"][index])
         layer.is_initialized = True
     windows = []
     for index, sliding in enumerate(cache.sliding_layers):
@@ -141,19 +140,10 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except (OSError, ValueError, SafetensorError) as error:
         raise _damaged(path, str(error)) from None
     text = metadata.get("kvkeep", "")
-    if not text or metadata.get("sha256") != _sha256(text, tensors):
+    if not text or metadata.get("sha256") != sha256_of(text, tensors):
         raise _damaged(path, "a file with other bytes than were saved" if text else "a file of something else")
     facts: dict[str, Any] = json.loads(text)
     return facts, tensors
-
-
-def _sha256(text: str, tensors: dict[str, Tensor]) -> str:
-    hasher = hashlib.sha256(text.encode())
-    for name, tensor in sorted(tensors.items()):
-        hasher.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        if tensor.numel():
-            hasher.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return hasher.hexdigest()
 
 
 def _damaged(path: Path, received: str) -> CacheStateError:

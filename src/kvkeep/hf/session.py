@@ -81,8 +81,9 @@ class Session:
             one chunk is ever held; see `cut_chunks` of `KeepCache`. None: each text at once.
 
     Every `ingest` judges everything that is held, old and new, so that the budget holds for the whole conversation;
-    questions and answers come on top until the next `ingest`. A session whose cache is empty begins anew, whoever
-    emptied it.
+    questions and answers come on top until the next `ingest`. An online policy holds its cap at every step; beside it
+    the session keeps what was held after the last `ingest`, to rewind to, which the ledger counts as state. A session
+    whose cache is empty begins anew, whoever emptied it.
 
     Raises:
         UnsupportedError: a model that kvkeep has not checked, or a chat template that cannot be split.
@@ -150,11 +151,18 @@ class Session:
             Tokens processed.
 
         Raises:
-            CacheStateError: no text, or an empty one; a question beside `chunk_tokens`, which hides it from most cuts.
+            CacheStateError: no text, or an empty one; a question beside `chunk_tokens`, which hides it from most cuts,
+                or for an online policy.
         """
         check_words("a text", text)
         if question is not None:
             check_words("a question", question)
+            if self.cache.is_online:
+                raise CacheStateError(
+                    expected="a text without its question, which an online policy would not know while it reads",
+                    received=f"question={question!r}",
+                    remedy="ask(question) after the text",
+                )
             if self.chunk_tokens is not None:
                 raise CacheStateError(
                     expected="a text without its question: chunk_tokens cuts most of it before the question arrives",

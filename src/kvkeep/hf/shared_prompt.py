@@ -25,8 +25,9 @@ from kvkeep.hf.layers import KeepLayer, cut_together
 from kvkeep.hf.planning import plan_cache
 from kvkeep.hf.policy_table import PolicyLike, policy_table
 from kvkeep.hf.repeat_prompt import RepeatPrompt
+from kvkeep.hf.second_pass import score_bytes
 from kvkeep.hf.spans import Span, protected_entries
-from kvkeep.hf.support import CACHE_ARGUMENT, plan_model
+from kvkeep.hf.support import CACHE_ARGUMENT, LayerPlan, plan_model
 from kvkeep.observation import Needs, Observation
 from kvkeep.policies import Judgement
 from kvkeep.policies.protocols import Scope, chosen_masks
@@ -67,9 +68,7 @@ class SharedPrompt:
         self._ids = torch.tensor([list(ids)], dtype=torch.long)
         self.length = len(ids)
         self.question = question
-        layers = [plan.index for plan in plan_model(model) if plan.window is None]
-        tables = [policy_table(policy, layers, len(plan_model(model))) for policy in policies]
-        self._needs = reduce(or_, (policy.needs() for table in tables for policy in table), Needs())
+        self._needs = _needs_of(policies, plan_model(model))
         recorder = _Recorder(self._needs)
         # Whatever the recorder keeps is dropped with this cache; the windows of sliding layers are taken from it.
         cache = KeepCache(model, recorder, entries=1, question=question, repeat_prompt=repeat_prompt)
@@ -85,8 +84,11 @@ class SharedPrompt:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys, values and queries that are kept; attention summaries come on top."""
-        tensors = (t for o in self._observed for t in (o.keys, o.values, o.queries))
+        """Bytes of what is kept: keys, values, queries, and what second passes gave; attention summaries come on top.
+
+        `shared_prompt_bytes` tells them before.
+        """
+        tensors = (t for o in self._observed for t in (o.keys, o.values, o.queries, *o.second_passes.values()))
         return sum(nbytes(t) for t in {t.untyped_storage().data_ptr(): t for t in tensors}.values())
 
     def cut(self, policy: PolicyLike, budget: Budget | None = None, *, protect: Sequence[Span] = ()) -> KeepCache:
@@ -165,6 +167,33 @@ class SharedPrompt:
         )
 
 
+def shared_prompt_bytes(model: Any, policies: Iterable[PolicyLike], length: int) -> int:
+    """What `SharedPrompt.nbytes` will be; nothing is run, and `planning.empty_model` will do.
+
+    Args:
+        model: a supported model.
+        policies: as for `SharedPrompt`.
+        length: tokens of the text.
+    """
+    plans = plan_model(model)
+    needs = _needs_of(policies, plans)
+    heads = model.config.get_text_config(decoder=True).num_attention_heads
+    queries = length if needs.queries is None else min(needs.queries, length)
+    total = 0
+    for shape in (plan.shape for plan in plans if plan.window is None):
+        entries = length * shape.kv_heads * shape.entry_bytes
+        total += entries + queries * heads * shape.entry_bytes // 2  # a query is as large as a key
+        total += len(needs.second_passes) * score_bytes(shape, length)
+    return total
+
+
+def _needs_of(policies: Iterable[PolicyLike], plans: Sequence[LayerPlan]) -> Needs:
+    """What all of them ask for."""
+    layers = [plan.index for plan in plans if plan.window is None]
+    tables = [policy_table(policy, layers, len(plans)) for policy in policies]
+    return reduce(or_, (policy.needs() for table in tables for policy in table), Needs())
+
+
 def _with_queries(observation: Observation, count: int | None) -> Observation:
     """The same entries, judged by the last `count` queries; None for all of them."""
     have = observation.queries.shape[2]
@@ -191,6 +220,9 @@ class _Recorder:
     def judge(self, observation: Observation) -> Judgement:
         if observation.keys.shape[0] != 1:
             raise CacheStateError(expected="one text", received="a batch", remedy="share each text by itself")
+        queries = observation.queries
+        if nbytes(queries) > queries.numel() * queries.itemsize:  # a view would keep those of the whole text alive
+            observation = replace(observation, queries=queries.clone(memory_format=torch.contiguous_format))
         self.observations.append(observation)
         return Judgement.of(observation, observation.zeros(), observation.protected_or_none())
 

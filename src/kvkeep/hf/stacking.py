@@ -8,10 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvkeep.budget import Budget
 from kvkeep.errors import CacheStateError, UnsupportedError
+from kvkeep.hf.evictable import EvictableLayer
 from kvkeep.hf.layers import KeepLayer
+from kvkeep.hf.online import OnlineLayer
+from kvkeep.hf.policy_table import PolicyLike, table_to_text
 from kvkeep.hf.sliding import KeepSlidingLayer
-from kvkeep.store import RaggedLayer
+from kvkeep.hf.spans import Span
+from kvkeep.store import RaggedLayer, SlotLayer
 from kvkeep.store.prefix import Prefix
 from kvkeep.store.tail import Tail
 
@@ -29,6 +34,12 @@ def stack_layers(target: Sequence[KeepLayer], sources: Sequence[Sequence[KeepLay
         layer.store.kv_heads = stores[0].kv_heads
         layer.store.prefix = _stack_prefixes(stores)
         layer.store.tail = _stack_tails(stores)
+
+
+def stack_slots(target: Sequence[OnlineLayer], sources: Sequence[Sequence[OnlineLayer]]) -> None:
+    """The same for layers under one online policy and one cap."""
+    for index, layer in enumerate(target):
+        layer.stack([layers[index] for layers in sources])
 
 
 def stack_windows(target: Sequence[KeepSlidingLayer], sources: Sequence[Sequence[KeepSlidingLayer]]) -> None:
@@ -50,7 +61,7 @@ def stack_windows(target: Sequence[KeepSlidingLayer], sources: Sequence[Sequence
         layer.restore((torch.cat(keys), torch.cat(values), windows[0][2]))
 
 
-def check_alike(models: Sequence[Any], sources: Sequence[Sequence[KeepLayer]]) -> None:
+def check_alike(models: Sequence[Any], sources: Sequence[Sequence[EvictableLayer]]) -> None:
     """Refuse caches that cannot be rows of one.
 
     Args:
@@ -75,7 +86,25 @@ def check_alike(models: Sequence[Any], sources: Sequence[Sequence[KeepLayer]]) -
         )
 
 
-def _kind(store: RaggedLayer) -> tuple[torch.device, torch.dtype]:
+def check_one_cap(kinds: Sequence[tuple[PolicyLike, Budget, Sequence[Span]]]) -> None:
+    """Refuse caches that do not all hold one cap by one online policy.
+
+    Args:
+        kinds: policy, budget and protected ranges of each.
+
+    Raises:
+        UnsupportedError: they differ, or their cap is in bytes, which more rows would exceed.
+    """
+    texts = {(str(table_to_text(policy)), str(budget), str(list(protect))) for policy, budget, protect in kinds}
+    if len(texts) > 1 or kinds[0][1].bytes is not None:
+        raise UnsupportedError(
+            expected="caches with one online policy, one cap in entries and the same protected ranges",
+            received=", ".join(f"{policy} with {budget}" for policy, budget, _ in sorted(texts)),
+            remedy="stack those of each kind by themselves, or give one cache all rows with the first text",
+        )
+
+
+def _kind(store: RaggedLayer | SlotLayer) -> tuple[torch.device, torch.dtype]:
     keys = next(tensor for name, tensor in store.tensors().items() if name.endswith("keys"))
     return keys.device, keys.dtype
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvkeep.errors import UnsupportedError
+from kvkeep.policies import OnlinePolicy
 
 # keys, tail_values, _quantized_keys, key_cache, value_states; not masked_key_indices.
 _CONTENT = re.compile(r"(^|_)(keys?|values?)(_cache|_states)?$")
@@ -210,7 +211,7 @@ def _is_policy(value: Any) -> bool:
 
     Asked of the class, since an instance's `__getattr__` may do anything.
     """
-    return all(hasattr(type(value), name) for name in ("needs", "judge", "choose"))
+    return isinstance(value, OnlinePolicy) or all(hasattr(type(value), name) for name in ("needs", "judge", "choose"))
 
 
 def _is_legacy(value: Any) -> bool:

@@ -13,6 +13,7 @@ from kvkeep.budget import Budget, ratio_to_entries
 from kvkeep.hf.cache import KeepCache
 from kvkeep.hf.decoding import decode_batch
 from kvkeep.hf.dense import kept_masks, masked_decode, masked_logits, uniform_cache
+from kvkeep.hf.repeat_prompt import RepeatPrompt
 from kvkeep.hf.scoring import kl_divergence
 from kvkeep.hf.shared_prompt import SharedPrompt
 from kvkeep.hf.support import CACHE_ARGUMENT
@@ -26,7 +27,7 @@ from kvkeep.lab.audit_storage import (
     ragged_memory,
     uniform_memory,
 )
-from kvkeep.policies import PromptPolicy, parse_policy
+from kvkeep.policies import PromptPolicy, parse_prompt_policy
 from kvkeep.results import FULL, Fidelity, Key, Memory, Row, Times
 from kvkeep.tasks.metrics import score
 from kvkeep.tasks.protocols import CONTINUATION, Sample, Turn
@@ -67,6 +68,10 @@ class Prompts(Protocol):
         """The right answer."""
         ...
 
+    def repeat_prompt(self) -> RepeatPrompt:
+        """Asks for the repetition of a text, for policies that judge by it."""
+        ...
+
 
 class Auditor:
     """Weighs and scores the samples of an audit.
@@ -92,7 +97,7 @@ class Auditor:
     ) -> None:
         self.model, self.tokenizer, self.settings, self.prompts = model, tokenizer, settings, prompts
         self._identity, self._versions = identity, versions
-        self._policies = {name: parse_policy(name) for name in settings.policies}
+        self._policies = {name: parse_prompt_policy(name) for name in settings.policies}
         ends = getattr(model.generation_config, "eos_token_id", None)
         given = ends if isinstance(ends, list | tuple) else [ends]
         self._stop_tokens: Collection[int] = {int(e) for e in given if e is not None} | prompts.stop_tokens
@@ -163,7 +168,8 @@ class Auditor:
             for protocol in view.protocols
             for name, policy in self._policies.items()
         }
-        shared = SharedPrompt(self.model, view.ids, ranked.values(), question=view.question)
+        prompt = self.prompts.repeat_prompt()
+        shared = SharedPrompt(self.model, view.ids, ranked.values(), question=view.question, repeat_prompt=prompt)
         full = shared.cut(FULL, _NOTHING_REMOVED)
         memory = ragged_memory(full, "layer")
         [(yardstick, answer)] = self._ask([full], view)
@@ -193,7 +199,8 @@ class Auditor:
         for policy, ratio in self._cuts:
             if not wanted(view.key(OWN, "hidden", policy, ratio)):
                 continue
-            cache = KeepCache(self.model, self._policies[policy], compression_ratio=ratio)
+            prompt = self.prompts.repeat_prompt()
+            cache = KeepCache(self.model, self._policies[policy], compression_ratio=ratio, repeat_prompt=prompt)
             with torch.no_grad():
                 inputs = torch.tensor([list(ids)], device=self.model.device)
                 self.model(input_ids=inputs, use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache})
@@ -360,5 +367,6 @@ class _Cuts:
             budget = _NOTHING_REMOVED if storage == "not-enforced" else Budget(compression_ratio=ratio)
             cache = shared.cut(Stored(policy, storage, entries), budget)
             weigh = ragged_memory if storage == "ragged" else uniform_memory
-            self.caches[storage], self.memories[storage] = cache, weigh(cache, policy.scope)
+            self.caches[storage] = cache
+            self.memories[storage] = weigh(cache, policy.scope, policy.needs().second_passes)
         self.kept = kept_masks(self.caches["ragged"], shared.length)

@@ -6,7 +6,7 @@ uniform tensors take. The same selection is therefore stored in each way that is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +16,10 @@ from torch import Tensor
 from kvkeep.budget import POSITION_BYTES
 from kvkeep.hf.cache import KeepCache
 from kvkeep.hf.dense import uniform_cache
+from kvkeep.hf.second_pass import look_back_bytes, score_bytes
 from kvkeep.hf.support import plan_model
 from kvkeep.hf.weighing import CacheBytes, measure_bytes
-from kvkeep.observation import Needs, Observation
+from kvkeep.observation import Needs, Observation, SecondPass
 from kvkeep.policies import Judgement, PromptPolicy
 from kvkeep.policies.allocators import top_mask
 from kvkeep.policies.protocols import Scope, chosen_masks
@@ -124,24 +125,26 @@ class DocumentRows:
         return self.policy.choose(judgements)
 
 
-def ragged_memory(cache: KeepCache, scope: Scope) -> Memory:
+def ragged_memory(cache: KeepCache, scope: Scope, passes: Iterable[SecondPass] = ()) -> Memory:
     """What a cut cache of one text holds; its peak is that of the text alone.
 
     Args:
         cache: right after its cut.
         scope: of the policy that cut it.
+        passes: that it makes the model repeat the text for.
     """
     after = [layer.store.bytes().total for layer in cache.keep_layers]
-    peak = peak_bytes(cache, scope, after, POSITION_BYTES)
+    peak = peak_bytes(cache, scope, after, POSITION_BYTES, passes)
     return Memory(**(cache.ledger.to_dict() | {"peak_bytes": peak}))
 
 
-def uniform_memory(cache: KeepCache, scope: Scope) -> Memory:
+def uniform_memory(cache: KeepCache, scope: Scope, passes: Iterable[SecondPass] = ()) -> Memory:
     """What the same entries weigh in uniform tensors, which are made and weighed; padding is slack.
 
     Args:
         cache: right after its cut.
         scope: of the policy that cut it.
+        passes: as for `ragged_memory`.
     """
     weighed = measure_bytes(uniform_cache(cache))
     layers = _evictable(cache, weighed)
@@ -153,7 +156,7 @@ def uniform_memory(cache: KeepCache, scope: Scope) -> Memory:
         **(
             ledger.to_dict()
             | _parts(ledger.full_bytes, payload=payload, slack=sum(layers) - payload)
-            | {"peak_bytes": peak_bytes(cache, scope, layers)}
+            | {"peak_bytes": peak_bytes(cache, scope, layers, passes=passes)}
         )
     )
 
@@ -173,18 +176,27 @@ def masked_memory(full: KeepCache, dense: Any, kept: dict[int, Tensor]) -> Memor
     return Memory(**(full.ledger.to_dict() | held | {"peak_bytes": peak}))
 
 
-def peak_bytes(cache: KeepCache, scope: Scope, after: Sequence[int], position_bytes: int = 0) -> int:
+def peak_bytes(
+    cache: KeepCache,
+    scope: Scope,
+    after: Sequence[int],
+    position_bytes: int = 0,
+    passes: Iterable[SecondPass] = (),
+) -> int:
     """The most held at once while one text is processed and cut.
 
     A policy that decides layer by layer holds one dense layer beside what it keeps of it and of those before. One that
-    waits for all layers holds all of them dense, then cuts one by one.
+    waits for all layers holds all of them dense, then cuts one by one. While a text is repeated all layers are dense,
+    and one of them is held a second time, with the numbers that the passes have found so far.
 
     Args:
         cache: of the text.
         scope: of the policy.
         after: bytes of each evictable layer after its cut.
         position_bytes: that a dense layer holds for each token beside keys and values.
+        passes: that the text is repeated for.
     """
+    repeats = list(passes)
     length = cache.lengths[0]
     left = list(after)
     held = peak = 0
@@ -195,13 +207,18 @@ def peak_bytes(cache: KeepCache, scope: Scope, after: Sequence[int], position_by
             peak = max(peak, held)
             continue
         dense, small = length * (plan.shape.kv_heads * plan.shape.entry_bytes + position_bytes), left.pop(0)
-        if scope == "model":
+        if scope == "model" or repeats:
             held += dense
             waiting.append((dense, small))
             peak = max(peak, held)
         else:
             peak = max(peak, held + dense + small)
             held += small
+    if repeats:
+        shapes = [plan.shape for plan in plan_model(cache.model) if plan.window is None]
+        beside = max(look_back_bytes(shape, length, cache.repeat_prompt, each) for shape in shapes for each in repeats)
+        scores = len(repeats) * sum(score_bytes(shape, length) for shape in shapes)
+        peak, held = held + beside + scores, held + scores
     for dense, small in waiting:
         peak = max(peak, held + small)
         held += small - dense

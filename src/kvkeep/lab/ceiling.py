@@ -18,10 +18,10 @@ import numpy as np
 from kvkeep.errors import KvkeepError, ResultsError
 from kvkeep.lab.instance import Floats
 from kvkeep.lab.intervals import Measured, Statistic, cluster_interval
-from kvkeep.lab.log import RowLog
 from kvkeep.lab.measuring import RowMeasures, measure
 from kvkeep.lab.rows import Place, capture_rows, cells_of, sample_places
 from kvkeep.lab.selection import BEYOND, BUDGETS, FLAT_BUDGET, auc, is_flat
+from kvkeep.results.keyed import KeyedLog
 from kvkeep.tasks.text import Message, digest_of
 
 LEAST_LENGTH = 128  # the first half is not sampled, and a row must have more keys than any budget wants
@@ -233,7 +233,7 @@ def measure_ceiling(
         )
     planned = places_by_document(model, documents, settings.length, settings.rows, settings.seed)
     total = sum(map(len, planned))
-    with RowLog(folder, asdict(settings)) as log:
+    with KeyedLog(folder, asdict(settings)) as log:
         for document, places in zip(documents, planned, strict=True):
             missing = [place for place in places if _key(document.name, place) not in log]
             on_rows(len(log), total, document.name)

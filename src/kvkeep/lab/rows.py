@@ -1,35 +1,27 @@
 """Rows of attention of real text: what a query really attends to, in every layer of full attention.
 
-The model runs once, with its own attention. For that one forward it bears the name of an attention function that we
-register beside transformers' own: it calls the model's former function, hands on its output unchanged, and computes
-the rows that are wanted once more from the same queries, keys and values. So a row costs no `L x L` matrix, nothing of
-the model is replaced, and what the row says can be compared with what the model did. The former name is set again
-afterwards, also after an exception.
+The model runs once, with its own attention, which `hf.substitute` lets us look at: its output is handed on unchanged,
+and the rows that are wanted are computed once more from the same queries, keys and values. So a row costs no `L x L`
+matrix, nothing of the model is replaced, and what the row says can be compared with what the model did.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
+from torch import Tensor
 
 from kvkeep.errors import KvkeepError, UnsupportedError
-from kvkeep.hf import attention
+from kvkeep.hf.substitute import NAMES as NAMES
+from kvkeep.hf.substitute import LayerCall, Output, substituted
 from kvkeep.hf.support import plan_layers, supported_decoder, unwrap
 from kvkeep.lab.instance import Floats, Instance, InstanceError
 
-NAMES = {"sdpa": "kvkeep_rows_sdpa", "eager": "kvkeep_rows_eager"}
 MOST_DEVIATION = 4e-3  # the paper's; it expects 1e-5
 
 
@@ -155,12 +147,8 @@ def capture_rows(model: Any, tokens: Sequence[int], places: Sequence[Place]) -> 
     inner = unwrap(model)
     capture = _Capture(set(places))
     inputs = torch.tensor([list(tokens)], dtype=torch.long, device=inner.device)
-    with _implementation(inner):
-        token = _active.set(capture)
-        try:
-            inner.get_decoder()(input_ids=inputs, use_cache=False)  # without the head: logits are not wanted
-        finally:
-            _active.reset(token)
+    with substituted(inner, capture.see):
+        inner.get_decoder()(input_ids=inputs, use_cache=False)  # without the head: logits are not wanted
     return [capture.rows[place] for place in places]
 
 
@@ -173,13 +161,17 @@ class _Capture:
             self._wanted.setdefault(place.layer, []).append(place)
         self.rows: dict[Place, AttentionRow] = {}
 
-    def see(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, output: Tensor
-    ) -> None:
-        """Take the rows of one layer from `[1, heads, L, D]` and the model's output `[1, L, H, D]`."""
+    def see(self, call: LayerCall) -> Output:
+        """Take the rows of one layer, and hand on what the model itself computes."""
+        result = call.former()
+        self._take(call, result[0])
+        return result
+
+    def _take(self, call: LayerCall, output: Tensor) -> None:
+        """From `[1, heads, L, D]` and the model's output `[1, L, H, D]`."""
+        module, query, key, value, scale = call.module, call.query, call.key, call.value, call.scaling
         places = self._wanted.get(module.layer_idx, [])
         group = query.shape[1] // key.shape[1]
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         values: dict[int, npt.NDArray[np.float32]] = {}
         for place in places:
             kv, end = place.head // group, place.position + 1
@@ -207,68 +199,6 @@ class _Capture:
 def _deviation(rebuilt: Floats, said: Floats) -> float:
     difference, norm = float(np.linalg.norm(rebuilt - said)), float(np.linalg.norm(said))
     return difference if norm == 0 else difference / norm
-
-
-_active: ContextVar[_Capture | None] = ContextVar("kvkeep_rows", default=None)
-
-
-def _recording(former_of: Callable[[nn.Module], Any]) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    def forward(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        result: tuple[Tensor, Tensor | None] = former_of(module)(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-        )
-        capture = _active.get()
-        if capture is not None:
-            capture.see(module, query, key, value, scaling, result[0])
-        return result
-
-    return forward
-
-
-def _register() -> None:
-    """Adds our names to transformers' registries and changes nothing that is in them."""
-    AttentionInterface.register(NAMES["sdpa"], _recording(lambda module: sdpa_attention_forward))
-    # Each model's file has its own eager attention; there is none in transformers' registry.
-    eager = _recording(lambda module: sys.modules[type(module).__module__].eager_attention_forward)
-    AttentionInterface.register(NAMES["eager"], eager)
-    AttentionMaskInterface.register(NAMES["sdpa"], sdpa_mask)
-    AttentionMaskInterface.register(NAMES["eager"], eager_mask)
-
-
-@contextmanager
-def _implementation(model: Any) -> Iterator[None]:
-    """The model with our attention function in front of its own."""
-    former = model.config.get_text_config(decoder=True)._attn_implementation
-    by_name = {name: known for known, name in attention.NAMES.items()}
-    known = by_name.get(former, former)
-    if known not in NAMES:
-        raise UnsupportedError(
-            expected=f"a model with attention implementation {' or '.join(NAMES)}",
-            received=f"{former!r}",
-            remedy="call model.set_attn_implementation('sdpa') first",
-        )
-    _register()
-    _set(model, NAMES[known])
-    try:
-        yield
-    finally:
-        _set(model, former)
-
-
-def _set(model: Any, name: str) -> None:
-    if model.config.get_text_config(decoder=True) is model.config:
-        model.set_attn_implementation(name)
-    else:  # the vision tower of a multimodal model keeps its own
-        model.set_attn_implementation({"text_config": name})
 
 
 def save_rows(path: Any, row: AttentionRow) -> None:

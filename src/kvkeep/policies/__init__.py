@@ -6,6 +6,7 @@ from kvkeep.policies.allocators import Ada, Flat, Pyramid, Threshold, Uniform
 from kvkeep.policies.compactor import Compactor
 from kvkeep.policies.criticalkv import Critical
 from kvkeep.policies.cur import CUR
+from kvkeep.policies.duo import Duo
 from kvkeep.policies.expected_attention import ExpectedAttention
 from kvkeep.policies.finch import Finch
 from kvkeep.policies.frc import FRC
@@ -14,6 +15,11 @@ from kvkeep.policies.keydiff import KeyDiff
 from kvkeep.policies.knorm import KNorm
 from kvkeep.policies.kvzip import KVzip
 from kvkeep.policies.lagkv import LagKV
+from kvkeep.policies.online import OnlinePolicy, StaticPolicy, WatchingPolicy
+from kvkeep.policies.online_h2o import OnlineH2O
+from kvkeep.policies.online_random import OnlineRandom
+from kvkeep.policies.online_streaming_llm import OnlineStreamingLLM
+from kvkeep.policies.online_tova import OnlineTOVA
 from kvkeep.policies.protocols import (
     Allocator,
     Full,
@@ -23,16 +29,21 @@ from kvkeep.policies.protocols import (
     Scorer,
     Selector,
 )
+from kvkeep.policies.qfilter import QFilter
 from kvkeep.policies.random import Random
 from kvkeep.policies.registry import (
+    AnyPolicy,
     Entry,
     available_policies,
     options_of,
     parse_policy,
+    parse_prompt_policy,
     part_types,
     policy_string,
+    prefixes,
     register,
     register_part,
+    register_prefix,
     summary_of,
 )
 from kvkeep.policies.selectors import Chunks, TopK
@@ -48,9 +59,11 @@ __all__ = [
     "TOVA",
     "Ada",
     "Allocator",
+    "AnyPolicy",
     "Chunks",
     "Compactor",
     "Critical",
+    "Duo",
     "Entry",
     "ExpectedAttention",
     "Finch",
@@ -61,25 +74,36 @@ __all__ = [
     "KVzip",
     "KeyDiff",
     "LagKV",
+    "OnlineH2O",
+    "OnlinePolicy",
+    "OnlineRandom",
+    "OnlineStreamingLLM",
+    "OnlineTOVA",
     "Policy",
     "PromptPolicy",
     "Pyramid",
+    "QFilter",
     "Random",
     "Scorer",
     "Selector",
     "SimLayer",
     "SnapKV",
+    "StaticPolicy",
     "StreamingLLM",
     "Threshold",
     "TopK",
     "Uniform",
+    "WatchingPolicy",
     "available_policies",
     "options_of",
     "parse_policy",
+    "parse_prompt_policy",
     "part_types",
     "policy_string",
+    "prefixes",
     "register",
     "register_part",
+    "register_prefix",
     "summary_of",
 ]
 
@@ -217,4 +241,59 @@ register(
     SimLayer(),
     summary="lazy layers keep the first entries and the most recent ones, the others everything",
     paper="arXiv 2410.13846",
+)
+register(
+    "qfilter",
+    Policy(QFilter(), Uniform(), TopK()),
+    summary="keys that point where the model's queries point; wants `kvkeep calibrate`",
+    paper="arXiv 2503.02812",
+)
+register(
+    "duo",
+    Duo(),
+    summary="heads that fetch words from far away keep everything, others the ends; wants `kvkeep calibrate`",
+    paper="arXiv 2410.10819",
+)
+register(
+    "online-streaming-llm",
+    OnlineStreamingLLM(),
+    summary="the first entries and the newest ones, at every step",
+    paper="arXiv 2309.17453",
+)
+register(
+    "online-tova",
+    OnlineTOVA(),
+    summary="at every step the entry goes that the last query looks at least, one set per layer",
+    paper="arXiv 2401.06104",
+)
+register(
+    "online-h2o",
+    OnlineH2O(),
+    summary="at every step the entry goes that has received least attention, but for recent ones",
+    paper="arXiv 2306.14048",
+)
+register(
+    "online-random",
+    OnlineRandom(),
+    summary="random entries per head, beside the first and the newest ones",
+)
+register_prefix(
+    "program",
+    "kvkeep.evolve.policy:policy_of",
+    placeholder="PATH",
+    summary="a program of `kvkeep evolve`, in a file or by the name of a seed",
+)
+register_prefix(
+    "kvpop",
+    "kvkeep.learn.policy:kvpop",
+    placeholder="FOLDER",
+    summary="a scorer trained to foretell attention (`kvkeep train kvpop`), at every step",
+    alone=True,
+)
+register_prefix(
+    "kvpop-mlp",
+    "kvkeep.learn.policy:kvpop_mlp",
+    placeholder="FOLDER",
+    summary="the same, for a scorer without a memory",
+    alone=True,
 )

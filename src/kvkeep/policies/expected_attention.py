@@ -8,8 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvkeep.calibrated import OF_TEXT
 from kvkeep.errors import PolicyError
-from kvkeep.observation import Needs, Observation
+from kvkeep.observation import Needs, Observation, Rotary
 from kvkeep.policies.protocols import Scorer, require
 
 
@@ -21,12 +22,17 @@ class ExpectedAttention(Scorer):
     average over the positions to come; the expected weight of key k is `exp(mu.k/sqrt(D) + k.Sigma.k/(2D))`,
     normalised over the entries. The mean over the query heads of a group, times `|v|`.
 
+    With statistics of the model instead of the text's own, no query of the text is looked at, and a text may be cut
+    chunk by chunk.
+
     Attributes:
         future: how many positions to come are averaged over.
         sinks: first entries that stay; they are left out of the statistics.
         covariance: use Sigma, not only mu.
         value_norm: multiply by the norm of the value.
         epsilon: added to the attention before that, so that a large value counts even where attention is nil.
+        statistics: `text`: mu and Sigma of the text's own queries; `model`: those that `kvkeep calibrate` wrote for the
+            model; or the path of its file.
     """
 
     future: int = 512
@@ -34,15 +40,19 @@ class ExpectedAttention(Scorer):
     covariance: bool = True
     value_norm: bool = True
     epsilon: float = 0.0
+    statistics: str = OF_TEXT
     name: ClassVar[str] = "expected-attention"
 
     def __post_init__(self) -> None:
         require(self.future >= 1, "future >= 1", f"future={self.future}", "512 is the paper's")
         require(self.sinks >= 0, "sinks >= 0", f"sinks={self.sinks}", "4 is the paper's")
+        require(bool(self.statistics.strip()), "a place for statistics", "none", "text, model, or the path of a file")
 
     def needs(self) -> Needs:
-        """All queries, and the rotation to undo."""
-        return Needs(queries=None, rotary=True)
+        """All queries, and the rotation to undo; or the model's statistics, and the rotation to apply."""
+        if self.statistics == OF_TEXT:
+            return Needs(queries=None, rotary=True)
+        return Needs(rotary=True, statistics=frozenset({self.statistics}))
 
     def protects(self, observation: Observation) -> tuple[int, int]:
         """The sinks."""
@@ -73,14 +83,21 @@ class ExpectedAttention(Scorer):
                 received=f"none in layer {observation.layer}",
                 remedy="expected-attention needs a model with rotary positions",
             )
-        queries = observation.rotary.unrotate(observation.queries.float(), observation.query_positions)
+        mean, covariance = self._queries(observation, observation.rotary)
+        ahead = torch.arange(observation.length, observation.length + self.future, device=observation.keys.device)
+        rotation = observation.rotary.mean_rotation(ahead, mean.shape[-1]).float()
+        return mean @ rotation.T, rotation @ covariance @ rotation.T
+
+    def _queries(self, observation: Observation, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """Mean and covariance of queries before rotation."""
+        if self.statistics != OF_TEXT:
+            known, batch = observation.calibrated(self.statistics), observation.keys.shape[0]
+            return known.query_mean.expand(batch, -1, -1), known.query_covariance.expand(batch, -1, -1, -1)
+        queries = rotary.unrotate(observation.queries.float(), observation.query_positions)
         # A sink is no sample of what comes; but a text shorter than the sinks has nothing else. All rows of an
         # observation have the same length, and so the same number of sinks among their queries.
         first = int((observation.query_positions[0] < self.sinks).sum())
         queries = queries[:, :, first if first < queries.shape[2] else 0 :]
         mean = queries.mean(2)
         centred = queries - mean[:, :, None]
-        covariance = torch.matmul(centred.transpose(2, 3), centred) / queries.shape[2]
-        ahead = torch.arange(observation.length, observation.length + self.future, device=queries.device)
-        rotation = observation.rotary.mean_rotation(ahead, queries.shape[-1]).float()
-        return mean @ rotation.T, rotation @ covariance @ rotation.T
+        return mean, torch.matmul(centred.transpose(2, 3), centred) / queries.shape[2]

@@ -51,12 +51,17 @@ class FRC(Scorer):
         per_head = observation.window_attention(self.queries)
         local = observation.pool_heads(observation.window_attention(self.window))
         strongest = observation.pool_heads(per_head, "max")
-        width = max(3, min(33, 2 * (observation.length // 64) + 1))
+        width = density_width(observation.length)
         dense = smooth(observation.pool_heads(per_head), width, valid=observation.valid)
         score: Tensor = (
             self.local * by_largest(local) + self.density * by_largest(dense) + self.max_head * by_largest(strongest)
         )
         return score
+
+
+def density_width(length: int) -> int:
+    """Positions that the density of a text is averaged over, odd: `max(3, min(33, 2 floor(length / 64) + 1))`."""
+    return max(3, min(33, 2 * (length // 64) + 1))
 
 
 def by_largest(feature: Tensor) -> Tensor:

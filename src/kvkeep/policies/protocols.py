@@ -115,7 +115,7 @@ class PromptPolicy(Protocol):
         ...
 
 
-class _NameOfClass:
+class NameOfClass:
     """What a part is called that declares no name: the words of its class, `MyScorer` -> `my-scorer`."""
 
     def __get__(self, part: object, kind: type) -> str:
@@ -129,7 +129,7 @@ class Scorer(ABC):
     Errors and notes call them by their `name`, if none is declared by that of the class: `my-scorer` for `MyScorer`.
     """
 
-    name: ClassVar[str] = cast(str, _NameOfClass())
+    name: ClassVar[str] = cast(str, NameOfClass())
 
     @abstractmethod
     def score(self, observation: Observation) -> Tensor:
@@ -147,7 +147,7 @@ class Scorer(ABC):
 class Allocator(ABC):
     """Shares the budget over cells. Subclasses are frozen dataclasses; their fields are the options."""
 
-    name: ClassVar[str] = cast(str, _NameOfClass())
+    name: ClassVar[str] = cast(str, NameOfClass())
     scope: ClassVar[Scope] = "layer"
 
     def protects(self, observation: Observation) -> tuple[int, int]:
@@ -165,7 +165,7 @@ class Allocator(ABC):
 class Selector(ABC):
     """Picks the entries of a cell, given how many. Subclasses are frozen dataclasses; their fields are the options."""
 
-    name: ClassVar[str] = cast(str, _NameOfClass())
+    name: ClassVar[str] = cast(str, NameOfClass())
 
     def needs(self) -> Needs:
         """What `weights` uses beyond keys and values."""

@@ -3,6 +3,7 @@
     snapkv                                     a registered policy
     snapkv[window=64,kernel=7]                 with options of any of its parts
     snapkv[window=64]+ada+chunks[length=20]    with its allocator and its selector exchanged
+    program:path/to/file.py                    made of what stands behind a registered prefix
 
 Names may be written in upper case. Other packages add policies through the entry point group `kvkeep.policies` (name =
 module:factory, a factory without arguments that returns a policy or an `Entry`), or at run time with `register`.
@@ -16,13 +17,18 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, Literal
 
-from kvkeep.errors import PolicyError, near_names
+from kvkeep.errors import KvkeepError, PolicyError, near_names
+from kvkeep.policies.online import OnlinePolicy
 from kvkeep.policies.protocols import Allocator, Policy, PromptPolicy, Scorer, Selector, parts, with_part
 
 ENTRY_POINTS = "kvkeep.policies"
+
+AnyPolicy = PromptPolicy | OnlinePolicy
+Kind = Literal["prompt", "online"]
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 _PIECE = re.compile(r"([A-Za-z0-9][A-Za-z0-9_-]*)(?:\[(.*)\])?", re.DOTALL)
@@ -41,9 +47,14 @@ class Entry:
     """
 
     name: str
-    policy: PromptPolicy
+    policy: AnyPolicy
     summary: str
     paper: str
+
+    @property
+    def kind(self) -> Kind:
+        """Whether it cuts where a text ends (`prompt`), or holds a cap at every step (`online`)."""
+        return "online" if isinstance(self.policy, OnlinePolicy) else "prompt"
 
     def options(self) -> dict[str, Any]:
         """Every option with its default, as they may be written in brackets."""
@@ -52,12 +63,38 @@ class Entry:
         return {name: value for part in parts(self.policy) for name, value in options_of(part).items()}
 
 
+@dataclass(frozen=True)
+class Prefix:
+    """What the texts `name:...` lead to.
+
+    Attributes:
+        name: what stands before the colon.
+        factory: `module:function`, imported when a text has the prefix; the function makes a policy of what stands
+            behind the colon.
+        placeholder: what stands there, for lists of policies: `PATH`.
+        summary: one line on what it does.
+        alone: whether the name without a colon is a policy, too; the function is then called with an empty text.
+    """
+
+    name: str
+    factory: str
+    placeholder: str
+    summary: str
+    alone: bool = False
+
+    def policy(self, rest: str) -> AnyPolicy:
+        """The policy that `name:rest` names."""
+        module, _, function = self.factory.partition(":")
+        return _check_policy(getattr(import_module(module), function)(rest))
+
+
 _policies: dict[str, Entry] = {}
 _parts: dict[str, type[Allocator] | type[Selector]] = {}
+_prefixes: dict[str, Prefix] = {}
 _plugins_are_in = False
 
 
-def register(name: str, policy: PromptPolicy, *, summary: str, paper: str = "") -> None:
+def register(name: str, policy: AnyPolicy, *, summary: str, paper: str = "") -> None:
     """Make a policy known under a name.
 
     Raises:
@@ -77,6 +114,19 @@ def register_part(part: type[Allocator] | type[Selector]) -> None:
     _parts[part.name] = part
 
 
+def register_prefix(name: str, factory: str, *, placeholder: str, summary: str, alone: bool = False) -> None:
+    """Let texts `name:...` name policies that are made of what stands behind the colon, such as a file.
+
+    A policy that is made so, or its scorer, has an attribute `text` that reads back as the same policy: `policy_string`
+    asks for it. For the arguments see `Prefix`. What makes the policies is imported when it is first needed.
+
+    Raises:
+        PolicyError: the name is taken, or cannot be written in the grammar.
+    """
+    _check_name(name)
+    _prefixes[name] = Prefix(name, factory, placeholder, summary, alone)
+
+
 def _check_name(name: str) -> None:
     if _NAME.fullmatch(name) is None:
         raise PolicyError(
@@ -84,18 +134,20 @@ def _check_name(name: str) -> None:
             received=f"{name!r}",
             remedy="choose another name",
         )
-    if name in _policies or name in _parts:
+    taken = {**_prefixes, **_parts, **_policies}
+    if name in taken:
         raise PolicyError(
             expected="a name that is not taken",
-            received=f"{name!r}, which is {_policies.get(name, _parts.get(name))}",
+            received=f"{name!r}, which is {taken[name]}",
             remedy="choose another name",
         )
 
 
-def _check_policy(policy: PromptPolicy) -> PromptPolicy:
-    if isinstance(policy, PromptPolicy) and not isinstance(policy, type):  # a class has the methods too
+def _check_policy(policy: AnyPolicy) -> AnyPolicy:
+    if isinstance(policy, AnyPolicy) and not isinstance(policy, type):  # a class has the methods too
         return policy
-    remedy = "a policy has scope, needs, judge and choose, as Policy(scorer, allocator, selector) does"
+    remedy = "a policy has scope, needs, judge and choose, as Policy(scorer, allocator, selector) does, or is an "
+    remedy += "OnlinePolicy"
     if isinstance(policy, Scorer) or (isinstance(policy, type) and issubclass(policy, Scorer)):
         remedy = "a scorer is one of three parts of a policy: Policy(scorer, Uniform(), TopK())"
     raise PolicyError(
@@ -103,8 +155,16 @@ def _check_policy(policy: PromptPolicy) -> PromptPolicy:
     )
 
 
-def available_policies() -> Mapping[str, Entry]:
-    """All registered policies, those of installed entry points included."""
+def available_policies(kind: Kind = "prompt") -> Mapping[str, Entry]:
+    """All registered policies of a kind, those of installed entry points included.
+
+    Args:
+        kind: `prompt` for those that cut where a text ends, `online` for those that hold a cap at every step.
+    """
+    return {name: entry for name, entry in _all_policies().items() if entry.kind == kind}
+
+
+def _all_policies() -> Mapping[str, Entry]:
     _load_entry_points()
     return _policies
 
@@ -131,7 +191,7 @@ def _load_entry_points() -> None:
             )
 
 
-def _first_line(policy: PromptPolicy) -> str:
+def _first_line(policy: AnyPolicy) -> str:
     """What the scorer says of itself, or a policy of another shape."""
     return summary_of(type(policy.scorer) if type(policy) is Policy else type(policy))
 
@@ -146,7 +206,12 @@ def part_types() -> Mapping[str, type[Allocator] | type[Selector]]:
     return _parts
 
 
-def parse_policy(text: str | PromptPolicy) -> PromptPolicy:
+def prefixes() -> Mapping[str, Prefix]:
+    """All registered prefixes."""
+    return _prefixes
+
+
+def parse_policy(text: str | AnyPolicy) -> AnyPolicy:
     """The policy that a text such as `snapkv[window=64]+ada` names; a policy is returned as it is.
 
     Raises:
@@ -160,10 +225,7 @@ def parse_policy(text: str | PromptPolicy) -> PromptPolicy:
             received=f"{text!r}, which describes a policy that no name leads to",
             remedy="a policy of one's own must be given as an object, for example KeepCache.load(policy=...)",
         )
-    first, *rest = _split(text, "+")
-    known = available_policies()
-    name, options = _read_piece(first, known, "a known policy")
-    policy = _with_options(known[name].policy, options, name)
+    policy, name, rest = _read_prefixed(text) or _read_registered(text)
     given: dict[str, str] = {}
     for piece in rest:
         part_name, part_options = _read_piece(piece, _parts, "an allocator or a selector after '+'")
@@ -184,7 +246,44 @@ def parse_policy(text: str | PromptPolicy) -> PromptPolicy:
     return policy
 
 
-def policy_string(policy: PromptPolicy) -> str:
+def parse_prompt_policy(text: str | AnyPolicy) -> PromptPolicy:
+    """`parse_policy`, for what cuts a text where it ends.
+
+    Raises:
+        PolicyError: as for `parse_policy`; or the policy is an online one.
+    """
+    policy = parse_policy(text)
+    if isinstance(policy, OnlinePolicy):
+        raise PolicyError(
+            expected="a policy that cuts where a text ends",
+            received=f"{policy_string(policy)}, which holds a cap at every step",
+            remedy="use it with KeepCache, Session or `kvkeep run`; `kvkeep policies` tells the kinds apart",
+        )
+    return policy
+
+
+def _read_registered(text: str) -> tuple[AnyPolicy, str, list[str]]:
+    """The registered policy that a text begins with, its name, and the pieces behind it."""
+    first, *rest = _split(text, "+")
+    known = _all_policies()
+    name, options = _read_piece(first, known, "a known policy")
+    return _with_options(known[name].policy, options, name), name, rest
+
+
+def _read_prefixed(text: str) -> tuple[AnyPolicy, str, list[str]] | None:
+    """The same for a text with a prefix; None where it has none. A path may have a plus sign, so only parts count."""
+    name, colon, rest = text.strip().partition(":")
+    prefix = _prefixes.get(name.strip().lower())
+    if prefix is None or not (colon or prefix.alone):
+        return None
+    pieces = _split(rest, "+")
+    first = len(pieces)
+    while first > 1 and pieces[first - 1].partition("[")[0].strip().lower() in _parts:
+        first -= 1
+    return prefix.policy("+".join(pieces[:first]).strip()), prefix.name, pieces[first:]
+
+
+def policy_string(policy: AnyPolicy) -> str:
     """A text that `parse_policy` reads back as the same policy, with every option that is not a default.
 
     A policy that no text names, as one of parts that are not registered, is described: `custom:module.Class(...)`.
@@ -197,11 +296,12 @@ def policy_string(policy: PromptPolicy) -> str:
     return _CUSTOM + "+".join(_description(part) for part in described)
 
 
-def _possible_texts(policy: PromptPolicy) -> Iterator[str]:
+def _possible_texts(policy: AnyPolicy) -> Iterator[str]:
     """Texts that may name the policy, the shortest first. Whoever asks reads them back: options may be ambiguous."""
-    known = available_policies()
+    known = _all_policies()
     yield from known
     alike = [(entry.name, entry.policy) for entry in known.values() if type(entry.policy) is type(policy)]
+    alike += [(text, made) for text, made in _prefixed(policy) if type(made) is type(policy)]
     if not isinstance(policy, Policy):
         for name, usual in alike:
             yield name + _options(policy, usual)
@@ -215,7 +315,18 @@ def _possible_texts(policy: PromptPolicy) -> Iterator[str]:
         yield "+".join(pieces)
 
 
-def _reads_back(text: str, policy: PromptPolicy) -> bool:
+def _prefixed(policy: AnyPolicy) -> Iterator[tuple[str, AnyPolicy]]:
+    """The text with a prefix that a policy or its scorer says it was made of, and what it leads to now."""
+    text = getattr(policy.scorer if isinstance(policy, Policy) else policy, "text", None)
+    if not isinstance(text, str):
+        return
+    try:
+        yield text, parse_policy(text)
+    except KvkeepError:  # the file is gone, or another one by now
+        return
+
+
+def _reads_back(text: str, policy: AnyPolicy) -> bool:
     try:
         return bool(parse_policy(text) == policy)
     except Exception:  # options of other people's classes may refuse in their own ways to be read, or to be compared
@@ -243,10 +354,10 @@ def options_of(part: Any) -> dict[str, Any]:
     return {f.name: getattr(part, f.name) for f in dataclasses.fields(part) if f.init}
 
 
-def _with_options(policy: PromptPolicy, options: dict[str, str], name: str) -> PromptPolicy:
+def _with_options(policy: AnyPolicy, options: dict[str, str], name: str) -> AnyPolicy:
     """Each option goes to the part of the policy that has it."""
     if not isinstance(policy, Policy):
-        changed: PromptPolicy = _replace(policy, options, name)
+        changed: AnyPolicy = _replace(policy, options, name)
         return changed
     known = {key for part in parts(policy) for key in options_of(part)}
     _check_options(options, known, name)

@@ -7,7 +7,7 @@ happens to be ahead:
 [[claim]]
 name = "contour against its peers"
 metric = "score"                        # a name of kvkeep.results.metrics
-policy = "kvzip+threshold[floor=32]"
+policy = "kvzip+threshold[floor=32]"    # any name of the policy: rows call this one "contour"
 against = ["snapkv", "snapkv+ada"]      # Holm corrects over these
 contexts = 40                           # at least so many that both policies have
 seed = 0                                # of the bootstrap and the sign flips
@@ -34,7 +34,8 @@ from typing import Any, Literal
 import numpy as np
 
 from kvkeep.budget import Budget
-from kvkeep.errors import BudgetError, ResultsError
+from kvkeep.errors import BudgetError, KvkeepError, ResultsError
+from kvkeep.policies import parse_policy, policy_string
 from kvkeep.results.metrics import measurements, metric_named
 from kvkeep.results.rows import PROTOCOLS, Row
 from kvkeep.results.statistics import Paired, check_equal_bytes, holm, paired_difference
@@ -151,15 +152,25 @@ def _judge_claim(claim: Claim, rows: Sequence[Row], declared: bool) -> list[Verd
 
 
 def _cell(claim: Claim, policy: str, rows: Sequence[Row]) -> list[Row]:
+    wanted = _canonical(policy)
+    names = {name for name in {row.policy for row in rows} if _canonical(name) == wanted}
     return [
         row
         for row in rows
-        if row.policy == policy
+        if row.policy in names
         and row.task in claim.tasks
         and (not claim.lengths or row.length in claim.lengths)
         and row.protocol == claim.protocol
         and row.budget == claim.budget
     ]
+
+
+def _canonical(name: str) -> str:
+    """What rows call the policy of that name; a name that leads to no policy here stands for itself."""
+    try:
+        return policy_string(parse_policy(name))
+    except KvkeepError:  # such as that of a plugin which is not installed, or the description of a custom policy
+        return name
 
 
 def _compare(claim: Claim, ours: list[Row], against: str, theirs: list[Row]) -> Verdict:
@@ -251,8 +262,9 @@ def _claim(table: Any, path: str | os.PathLike[str]) -> Claim:
     )
     if claim.protocol not in PROTOCOLS:
         raise _wrong(path, f"{name} with protocol {claim.protocol!r}; known: {', '.join(PROTOCOLS)}")
-    for field, values in (("against", claim.against), ("tasks", claim.tasks)):
-        if not values or len(set(values)) != len(values) or claim.policy in claim.against:
+    peers = [_canonical(policy) for policy in claim.against]
+    for field, values, what in (("against", claim.against, peers), ("tasks", claim.tasks, [*claim.tasks])):
+        if not what or len(set(what)) != len(what) or _canonical(claim.policy) in peers:
             raise _wrong(path, f"{name} with {field} = {list(values)!r}: empty, twice the same, or the policy itself")
     if claim.threshold < 0 or claim.contexts < 2:
         raise _wrong(path, f"{name} with threshold {claim.threshold} (at least 0), contexts {claim.contexts} (2)")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvkeep.store.ragged import Bytes, RaggedLayer
+from kvkeep.store.slots import SlotLayer
 
 
 class Ledger:
@@ -23,7 +24,7 @@ class Ledger:
 
     def __init__(
         self,
-        layers: Sequence[RaggedLayer],
+        layers: Sequence[RaggedLayer | SlotLayer],
         lengths: Callable[[], Sequence[int]],
         windows: Sequence[Callable[[], int]] = (),
     ) -> None:
@@ -79,7 +80,8 @@ class Ledger:
 
     @property
     def state_bytes(self) -> int:
-        """Memory of a scorer between forwards: queries of a prompt that arrives in chunks. None once it is cut."""
+        """Memory of a policy between forwards: queries of a prompt that arrives in chunks, until it is cut; what an
+        online policy remembers, and what marks of its cache keep beside it."""
         return sum(b.state for b in self._bytes)
 
     @property
@@ -143,5 +145,5 @@ class Ledger:
         }
 
 
-def _size(layer: RaggedLayer) -> int:
+def _size(layer: RaggedLayer | SlotLayer) -> int:
     return layer.bytes().total + layer.lent_bytes

@@ -31,6 +31,7 @@ class Turn:
         continues: the turns before it stay in the cache; false asks the context alone.
         needles: token spans `(start, end)` of what the answer hangs on, in the context's tokens (without special
             tokens and without a chat template).
+        reasoned: the reference is what a chain of thought ends with; how likely it is at once says nothing.
     """
 
     question: str
@@ -40,6 +41,7 @@ class Turn:
     answer_prefix: str = ""
     continues: bool = False
     needles: tuple[tuple[int, int], ...] = ()
+    reasoned: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,19 +14,20 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from os import PathLike
 
 from kvkeep.errors import TaskError, near_names
 from kvkeep.tasks.boxed import grade, grader, last_boxed, same_answer
-from kvkeep.tasks.protocols import Sample, Turn
+from kvkeep.tasks.protocols import Sample, Tokenizer, Turn
 from kvkeep.tasks.tables import Row, read_rows
 
 __all__ = [
     "SETS",
     "ReasoningSet",
+    "ReasoningTask",
     "grade",
     "grader",
     "last_boxed",
@@ -110,7 +111,7 @@ def read_reasoning(
     samples = []
     for index, row in enumerate(rows):
         problem, question, reference = _lettered(row, index, seed) if entry.metric == "choice" else _boxed(row)
-        turn = Turn(question=question, references=(reference,), metric=entry.metric, max_new_tokens=limit)
+        turn = Turn(question, (reference,), entry.metric, max_new_tokens=limit, reasoned=True)
         samples.append(
             Sample(
                 task=f"reasoning/{name}",
@@ -122,6 +123,41 @@ def read_reasoning(
             )
         )
     return tuple(samples)
+
+
+@dataclass(frozen=True)
+class ReasoningTask:
+    """A set of problems as a task: in the set's order, each as long as it is.
+
+    Attributes:
+        set_name: a name in `SETS`.
+        path: see `read_reasoning`.
+    """
+
+    set_name: str
+    path: str | PathLike[str] | None = None
+
+    @property
+    def name(self) -> str:
+        """Such as `"reasoning/aime25"`."""
+        return f"reasoning/{self.set_name}"
+
+    def samples(
+        self, tokenizer: Tokenizer, *, length: int, count: int, seed: int = 0, first: int = 0
+    ) -> Iterator[Sample]:
+        """See `Task.samples`; no length is asked for, since the answer is what takes the room.
+
+        Raises:
+            TaskError: as `read_reasoning`; the set has not so many problems.
+        """
+        problems = read_reasoning(self.set_name, path=self.path, seed=seed)
+        if first < 0 or count < 0 or first + count > len(problems):
+            raise TaskError(
+                expected=f"problems 0 to {len(problems) - 1} of {self.name}",
+                received=f"{first} to {first + count - 1}",
+                remedy=f"ask for at most {len(problems)}",
+            )
+        yield from problems[first : first + count]
 
 
 def _small() -> tuple[Row, ...]:

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvkeep.errors import BudgetError, PolicyError
 from kvkeep.observation import Needs, Observation
-from kvkeep.policies import Full, Judgement, PromptPolicy, parse_policy
+from kvkeep.policies import AnyPolicy, Full, Judgement, OnlinePolicy, PromptPolicy, parse_policy
+from kvkeep.testing.faults import Fault, caught, generator_states, value_faults
 from kvkeep.testing.observations import changed_passes, gathered, random_observation
+from kvkeep.testing.online_conformance import ONLINE_CHECKS
 
 _LENGTH, _BUDGET, _LAYERS = 67, 20, 2  # odd, and no multiple of a usual chunk
 
 
-def check_policy(policy: str | PromptPolicy, *, raise_on_failure: bool = True) -> list[str]:
+def check_policy(policy: str | AnyPolicy, *, raise_on_failure: bool = True) -> list[str]:
     """Try a policy on random observations, and tell what of its contract it breaks.
 
         check_policy("snapkv[window=16]+ada")
@@ -36,6 +35,12 @@ def check_policy(policy: str | PromptPolicy, *, raise_on_failure: bool = True) -
     - A row keeps at least one entry of each layer, over all layers no more than the budget, and everything where the
       budget is as long as the text. A policy that keeps everything by contract, such as `full`, has no budget.
     - Protected entries stay; more of them than the budget holds are refused with a BudgetError.
+
+    Of an online policy:
+
+    - It spends no more than the cap, its memory included, whose size does not depend on the text.
+    - One finite float32 priority for each entry that leaves the window, or after each observation for each held one.
+    - The same whether a text comes token by token or in chunks; rows and layers do not see one another.
 
     All this on first prompts and on cells that hold different entries, on texts of 1 to 67 tokens, in float32, float16
     and bfloat16, on keys near float16's largest number, and on entries that are all alike.
@@ -52,20 +57,18 @@ def check_policy(policy: str | PromptPolicy, *, raise_on_failure: bool = True) -
     """
     parsed = parse_policy(policy)
     faults: dict[str, str] = {}  # by kind: the first example of each will do
-    for check in _CHECKS:
-        for kind, detail in _caught(check, parsed):
+    checks: Sequence[Callable[[Any], Iterator[Fault]]] = ONLINE_CHECKS if isinstance(parsed, OnlinePolicy) else _CHECKS
+    for check in checks:
+        for kind, detail in caught(check, parsed):
             faults.setdefault(kind, f"{kind}: {detail}")
     found = list(faults.values())
     if found and raise_on_failure:
         raise PolicyError(
             expected=f"{policy} to keep the contract of a policy",
             received=f"{len(found)} kinds of faults:\n- " + "\n- ".join(found) + "\n",
-            remedy="the contract stands in kvkeep.policies.protocols",
+            remedy="the contract stands in kvkeep.policies.protocols; for online policies in kvkeep.policies.online",
         )
     return found
-
-
-Fault = tuple[str, str]  # its kind, and what was seen
 
 
 @dataclass
@@ -139,7 +142,7 @@ def _texts() -> Iterator[tuple[str, list[Observation]]]:
 
 def _check_every_text(policy: PromptPolicy) -> Iterator[Fault]:
     for name, layers in _texts():
-        for kind, detail in _caught(partial(_check_text, layers=layers), policy):
+        for kind, detail in caught(partial(_check_text, layers=layers), policy):
             yield kind, f"{detail} ({name})"
 
 
@@ -197,14 +200,7 @@ def _check_refusal(policy: PromptPolicy) -> Iterator[Fault]:
 
 
 def _check_value(policy: PromptPolicy) -> Iterator[Fault]:
-    params = getattr(policy, "__dataclass_params__", None)
-    if params is None or not params.frozen:
-        yield "not a frozen dataclass", f"{type(policy).__name__} is {'none' if params is None else 'not frozen'}"
-    twin = copy.deepcopy(policy)
-    if twin != policy:
-        yield "not equal to its copy", "two policies with the same fields must be equal"
-    elif hash(twin) != hash(policy):
-        yield "not hashable", "equal policies have different hashes"
+    yield from value_faults(policy)
     if policy.scope not in ("layer", "model"):
         yield "wrong scope", f"expected 'layer' or 'model', received {policy.scope!r}"
     if not isinstance(policy.needs(), Needs):
@@ -213,9 +209,9 @@ def _check_value(policy: PromptPolicy) -> Iterator[Fault]:
 
 def _check_determinism(policy: PromptPolicy) -> Iterator[Fault]:
     for ragged in (False, True):
-        before = _generator_states()
+        before = generator_states()
         first, second = _run(policy, _text(ragged=ragged)), _run(policy, _text(ragged=ragged))
-        if before != _generator_states():
+        if before != generator_states():
             yield "uses a global random generator", "the state of torch's, numpy's or Python's generator has changed"
         if not first.same_as(second):
             yield "not deterministic", "two calls on the same input keep different entries"
@@ -310,18 +306,6 @@ _CHECKS: tuple[Callable[[PromptPolicy], Iterator[Fault]], ...] = (
 
 
 # --- tools ------------------------------------------------------------------------------------------------------------
-
-
-def _caught(check: Callable[[PromptPolicy], Iterator[Fault]], policy: PromptPolicy) -> Iterator[Fault]:
-    """The faults that a check finds; an exception is one, too."""
-    try:
-        yield from check(policy)
-    except Exception as error:
-        yield f"raises {type(error).__name__}", str(error)
-
-
-def _generator_states() -> tuple[Any, ...]:
-    return torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())  # noqa: NPY002  # watched
 
 
 def _tensors(owner: Observation | Judgement) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvkeep.calibrated import OF_MODEL, LayerStatistics
 from kvkeep.observation import Needs, Observation, Rotary, SecondPass
 
 
@@ -23,6 +24,20 @@ class AnyPass(dict[SecondPass, Tensor]):
 
     def __missing__(self, second_pass: SecondPass) -> Tensor:
         return self[SecondPass()]
+
+
+class AnyPlace(dict[str, LayerStatistics]):
+    """The same statistics at every place that a policy may name.
+
+    Args:
+        statistics: of a layer.
+    """
+
+    def __init__(self, statistics: LayerStatistics) -> None:
+        super().__init__({OF_MODEL: statistics})
+
+    def __missing__(self, place: str) -> LayerStatistics:
+        return self[OF_MODEL]
 
 
 def changed_passes(observation: Observation, change: Callable[[Tensor], Tensor]) -> AnyPass:
@@ -115,6 +130,18 @@ def random_observation(
         rotary=rotary,
         output_weight=(normal(heads, heads * head_size, head_size) * head_size**-0.5).to(dtype),
         second_passes=AnyPass(torch.rand(positions.shape, generator=generator)),
+        statistics=AnyPlace(random_statistics(heads, kv_heads, head_size, generator)),
+    )
+
+
+def random_statistics(heads: int, kv_heads: int, head_size: int, generator: torch.Generator) -> LayerStatistics:
+    """Statistics of a layer that does not exist."""
+    roots = torch.randn(heads, head_size, head_size, generator=generator)
+    return LayerStatistics(
+        query_mean=torch.randn(heads, head_size, generator=generator),
+        query_covariance=roots @ roots.transpose(1, 2) / head_size,
+        filters=torch.nn.functional.normalize(torch.randn(kv_heads, head_size, generator=generator), dim=-1),
+        copying=torch.rand(heads, generator=generator),
     )
 
 
@@ -129,6 +156,7 @@ def gathered(observation: Observation, needs: Needs) -> Observation:
         rotary=observation.rotary if needs.rotary else None,
         output_weight=observation.output_weight if needs.output_weight else None,
         second_passes={each: observation.second_passes[each] for each in needs.second_passes},
+        statistics={each: observation.statistics[each] for each in needs.statistics},
     )
 
 

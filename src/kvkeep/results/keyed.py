@@ -1,4 +1,4 @@
-"""The log of a measurement of rows: records with a text `key`, in a file that a killed run goes on from."""
+"""Records with a text `key` in a file that a killed run goes on from, for runs that measure no policy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from kvkeep.results.appending import AppendLog, damaged
 
 
-class RowLog(AppendLog):
+class KeyedLog(AppendLog):
     """Appends records, each of which has a text `key`; made again with the same settings, it goes on.
 
     Args:
