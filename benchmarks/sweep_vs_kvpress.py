@@ -28,8 +28,8 @@ from models import embedded_model
 
 from kvkeep import Budget
 from kvkeep.bench.executors import Worker
-from kvkeep.bench.prompting import Prompting
 from kvkeep.bench.settings import Settings
+from kvkeep.hf.prompting import Prompting
 from kvkeep.results import FULL, Row
 from kvkeep.tasks.protocols import Sample
 from kvkeep.tasks.registry import task

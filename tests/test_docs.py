@@ -58,6 +58,14 @@ def clean_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_parts", dict(registry._parts))
 
 
+def test_the_readme_counts_and_names_the_policies_and_links_every_page() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    names = [*available_policies("prompt"), *available_policies("online")]
+    assert f"**{len(names)} policies," in readme
+    assert [name for name in names if f"`{name}`" not in readme] == []
+    assert [page.name for page in PAGES if page.parent.name == "docs" and f"(docs/{page.name})" not in readme] == []
+
+
 @pytest.mark.usefixtures("clean_registry")
 @pytest.mark.parametrize("page", pages_with_examples())
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

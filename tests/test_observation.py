@@ -56,6 +56,23 @@ def test_attention_rows(shape, window):
     torch.testing.assert_close(observation.window_attention(window), rows.mean(2))
 
 
+@pytest.mark.parametrize("elements", [1, 10**9])
+def test_queries_whose_past_is_gone_look_at_nothing(monkeypatch, elements):
+    """They are left over from an earlier chunk, and the entries before them were evicted; in some cells, here."""
+    monkeypatch.setattr(module, "_BLOCK_ELEMENTS", elements)
+    whole = random_observation(length=37, batch=2, seed=4)
+    first = whole.positions < torch.tensor([0, 9])[:, None, None]
+    gone = first & (torch.arange(whole.keys.shape[1]) == 0)[None, :, None]
+    observation = replace(whole, valid=whole.valid & ~gone)
+    count = observation.queries.shape[2]
+    rows = observation.attention_rows(count)
+    torch.testing.assert_close(rows.double(), naive_rows(observation, count), atol=1e-6, rtol=1e-5)
+    assert (rows.sum(-1) == 0).any()
+    torch.testing.assert_close(observation.window_attention(count), rows.mean(2))
+    torch.testing.assert_close(observation.accumulated_attention(), rows.sum(2))
+    assert observation.attention_peaks().isfinite().all()
+
+
 @pytest.mark.parametrize("shape", [{"length": 75}, {"length": 300, "ragged": True}], ids=str)
 def test_windows_are_the_same_whoever_asked_first(shape):
     windows = (1, 32, 33, 70)  # of one piece, and of several

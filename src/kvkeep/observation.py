@@ -209,8 +209,9 @@ class Observation:
         """Causal attention of the last `window` queries, averaged over the query heads of each group.
 
         Returns:
-            `[B, H_kv, W, N]` float32; each row sums to one over the valid entries. W is `window`, or the number of
-            queries if there are fewer (a short text, a short later piece). Computed once and shared by all callers.
+            `[B, H_kv, W, N]` float32; each row sums to one over the valid entries, or is zero where the query came
+            before all of them. W is `window`, or the number of queries if there are fewer (a short text, a short later
+            piece). Computed once and shared by all callers.
 
         Raises:
             PolicyError: the policy uses queries and declared none in `needs`.
@@ -397,7 +398,12 @@ class Observation:
             hidden = (positions > at) | missing  # [B, H_kv, q, n]
             logits[..., open_columns:].masked_fill_(hidden[:, :, None], -math.inf)
             # In place where fresh memory is what costs; elsewhere it is not promised to work.
-            yield torch.softmax(logits, -1, out=logits) if on_cpu else logits.softmax(-1)
+            attention = torch.softmax(logits, -1, out=logits) if on_cpu else logits.softmax(-1)
+            if not open_columns:
+                blind = hidden.all(-1)  # queries of an earlier chunk: nothing of what they saw is left
+                if not on_cpu or bool(blind.any()):
+                    attention.masked_fill_(blind[:, :, None, :, None], 0)
+            yield attention
 
     def _open_columns(self, first: int) -> int:
         """From which column on an entry may be hidden from one of the queries `first` and later.

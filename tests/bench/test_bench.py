@@ -17,10 +17,10 @@ import torch
 from kvkeep import Budget, KeepCache
 from kvkeep.bench.executors import Worker
 from kvkeep.bench.measuring import kept_shares
-from kvkeep.bench.prompting import Prompting
 from kvkeep.bench.runner import run
 from kvkeep.bench.settings import Settings
 from kvkeep.errors import ResultsError, TaskError
+from kvkeep.hf.prompting import Prompting
 from kvkeep.hf.support import CACHE_ARGUMENT
 from kvkeep.results import Row, read_rows
 from kvkeep.testing import fake_model
@@ -242,5 +242,7 @@ def test_answers_may_end_with_their_line() -> None:
     ends = worker._measurer._is_line
     assert not ends(0, breaks)
     assert not ends(0, word)
+    colon = tokenizer(":", add_special_tokens=False)["input_ids"]
+    assert not ends(0, colon + breaks)  # ":\n" begins an answer
     assert ends(0, word + breaks)
     assert ends(0, breaks + word + breaks)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kvkeep import Budget, KeepCache
-from kvkeep.bench.prompting import Prompting
 from kvkeep.bench.settings import is_online
 from kvkeep.errors import ResultsError
+from kvkeep.hf.prompting import Prompting
 from kvkeep.hf.support import CACHE_ARGUMENT
 from kvkeep.testing import fake_model
 

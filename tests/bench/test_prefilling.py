@@ -11,8 +11,8 @@ import torch
 from kvkeep import Budget, KeepCache
 from kvkeep.bench.executors import Worker
 from kvkeep.bench.prefilling import Prefill, Text, bytes_alone
-from kvkeep.bench.prompting import Prompting
 from kvkeep.errors import BudgetError
+from kvkeep.hf.prompting import Prompting
 from kvkeep.hf.repeat_prompt import RepeatPrompt
 from kvkeep.hf.shared_prompt import shared_prompt_bytes
 from kvkeep.hf.support import CACHE_ARGUMENT

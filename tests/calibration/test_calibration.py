@@ -187,8 +187,20 @@ def test_texts_that_are_too_short_are_refused() -> None:
         calibrated(model, tokenizer, length=4000)
     with pytest.raises(TaskError, match="texts of at least 32 tokens"):
         calibrated(model, tokenizer, length=8)
-    with pytest.raises(TaskError, match="received length 40, sinks 20"):
+    with pytest.raises(TaskError, match="length 40, sinks 20"):
         calibrated(model, tokenizer, sinks=20)
+    with pytest.raises(TaskError, match=r"one or more texts .* received texts 0"):
+        calibrated(model, tokenizer, texts=0)
+
+
+@pytest.mark.parametrize("projection", ["q_proj", "k_proj"])
+def test_a_model_that_gives_no_numbers_is_refused(projection: str) -> None:
+    """Such as one that overflows in float16. A file of it would be called damaged by every policy."""
+    model, tokenizer = fake_model()
+    with torch.no_grad():
+        getattr(model.model.layers[-1].self_attn, projection).weight[0] = torch.nan
+    with pytest.raises(UnsupportedError, match=r"finite numbers.*NaN or infinity in layer 1.*float32"):
+        calibrated(model, tokenizer)
 
 
 def test_rotations_that_change_with_the_text_are_refused() -> None:

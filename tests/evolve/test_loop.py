@@ -292,7 +292,7 @@ def test_a_killed_search_comes_to_the_same_result(tmp_path: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path / "killed"), root, str(tmp_path / "samples")]
     process = subprocess.Popen(command)
     log = tmp_path / "killed" / "rows.jsonl"
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline and not (log.exists() and log.read_bytes().count(b"\n") >= 3):
         assert process.poll() is None
         time.sleep(0.02)

@@ -53,6 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
         searching: Any = Known()
         Campaign(log, settings, searching, Talking(), seeds).search(40)
+        campaign.control(("seed", "random-weights", "snapkv"), 4, Grammar())
         campaign.control(("seed", "random-weights", "snapkv"), 8, Grammar())
         random = np.random.default_rng(0)
         rows = [
@@ -123,6 +124,7 @@ def test_contestants_are_the_best_its_seed_and_what_was_tuned(folder: Path) -> N
     assert "seed frc" in found or history.best is history.candidates[0]
     assert str(found["snapkv"]).startswith("snapkv")
     assert [control.name for control in controls_of(history)] == ["seed", "random-weights", "snapkv"]
+    assert [len(control.evaluations) for control in controls_of(history)] == [1, 8, 8]
     assert sum(name.startswith("candidate ") for name in found) == 4
     digests = [given.digest for given in found.values() if isinstance(given, Program)]
     assert len(set(digests)) == len(digests)

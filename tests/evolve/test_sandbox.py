@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -279,11 +280,11 @@ Sandbox(isolation=ISOLATION, unsafe=True).run([program], [context], checked_sour
 """
 
 
-def descendants_when(process: psutil.Process, count: int) -> set[Any]:
-    """The process's descendants, once there are so many."""
+def descendants_when(process: psutil.Process, count: int, but: Iterable[Any] = ()) -> set[Any]:
+    """The process's descendants, once there are so many; without those that were there before."""
     until = time.monotonic() + 60
     while time.monotonic() < until:
-        found = set(process.children(recursive=True))
+        found = set(process.children(recursive=True)) - set(but)
         if len(found) >= count:
             return found
         time.sleep(0.05)
@@ -345,10 +346,11 @@ def test_closing_ends_what_runs_in_another_thread(isolation):
         except SandboxError as error:
             errors.append(error)
 
+    before = psutil.Process().children(recursive=True)
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        started = descendants_when(psutil.Process(), 3 if isolation == "namespaces" else 2)
+        started = descendants_when(psutil.Process(), 3 if isolation == "namespaces" else 2, before)
     finally:
         sandbox.close()
         thread.join(timeout=60)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from kvkeep import (
     BudgetError,
@@ -26,6 +27,13 @@ from kvkeep.testing import fake_model
 from ..test_testing_online import Sound
 from .online_reference import CAP, LENGTH, NAMES, held_at_most, read, text
 from .tiny import tiny_model
+
+
+class Learnable(Sound):
+    """Its priorities come from a parameter."""
+
+    def rated(self, memory: Tensor, keys: Tensor) -> Tensor:
+        return super().rated(memory, keys) * torch.nn.Parameter(torch.ones(()))
 
 
 @pytest.mark.parametrize("policy", [*NAMES, Sound()], ids=str)
@@ -95,14 +103,61 @@ def test_marks_forks_and_files_go_on_as_the_cache_did(architecture: str, policy:
     assert cache.ledger.held_bytes == alone
 
 
+@pytest.mark.parametrize("budget", [{"entries": CAP}, {"bytes": 60_000}], ids=str)
+def test_a_cache_without_a_text_is_saved_too(budget: dict[str, int], tmp_path: Path) -> None:
+    model, ids = tiny_model("llama"), text(3)
+    cache = KeepCache(model, Sound(), **budget)
+    cache.save(tmp_path / "empty.safetensors")
+    loaded = KeepCache.load(tmp_path / "empty.safetensors", model, policy=Sound())
+    assert loaded.lengths == []
+    assert loaded.ledger.held_bytes == 0
+    for each in (cache, loaded):
+        with torch.no_grad():
+            model(ids, **{CACHE_ARGUMENT: each})
+    assert loaded.ledger.held_bytes == cache.ledger.held_bytes > 0
+    assert torch.equal(loaded.kept_positions(1, 2, 1), cache.kept_positions(1, 2, 1))
+
+
+@pytest.mark.filterwarnings("ignore:A KeepCache under autograd")
+@pytest.mark.parametrize("policy", ["online-h2o", Learnable()], ids=str)
+def test_no_graph_hangs_on_what_is_held(policy: Any) -> None:
+    """It would grow with every step."""
+    model = tiny_model("llama").requires_grad_(True)
+    cache = KeepCache(model, policy, entries=CAP)
+    for piece in text().split(8, dim=1):
+        logits = model(piece, **{CACHE_ARGUMENT: cache}).logits
+    assert logits.requires_grad
+    for layer in cache.evictable_layers:
+        assert not any(tensor.requires_grad for tensor in layer.store.tensors().values())
+
+
 def test_a_cache_without_a_mark_says_how_to_take_one() -> None:
     model = tiny_model("llama")
     cache = KeepCache(model, "online-streaming-llm", entries=CAP)
     read(model, cache, text())
-    with pytest.raises(CacheStateError, match=r"mark\(\)"):
+    with pytest.raises(CacheStateError, match=r"no cut to go back to; take a new mark\(\)"):
         cache.rewind()
-    with pytest.raises(CacheStateError, match="at most 0 tokens"):
+    with pytest.raises(CacheStateError, match=r"at most 0 tokens .* take a mark\(\)"):
         cache.crop(-1)
+
+
+def test_half_a_forward_is_undone_by_a_mark() -> None:
+    model, ids = tiny_model("llama"), text(2, 9, seed=3)
+    cache = KeepCache(model, "online-tova", entries=CAP)
+    read(model, cache, text(2))
+    mark, expected = cache.mark(), read(model, cache.fork(), ids)
+
+    def fail(*args: object) -> None:
+        raise ValueError("in a layer")
+
+    hook = model.get_decoder().layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="in a layer"):
+        read(model, cache, ids)
+    hook.remove()
+    with pytest.raises(CacheStateError, match=r"rewind\(mark\) will do"):
+        read(model, cache, ids)
+    cache.rewind(mark)
+    torch.testing.assert_close(read(model, cache, ids), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("policy", ["online-h2o", Sound()], ids=str)
@@ -161,6 +216,8 @@ def test_protected_ranges_stay(policy: str) -> None:
         assert {2, 3, 4, 9, 10} <= set(cache.kept_positions(2, 0, head).tolist())
     with pytest.raises(BudgetError, match="30 protected positions"):
         KeepCache(model, policy, entries=CAP, protect=[(10, 40)])
+    with pytest.raises(BudgetError, match="999999990 protected positions"):  # counted, not listed
+        KeepCache(model, policy, entries=CAP, protect=[(10, 10**9)])
     for span in ((-5, None), (3, None), (-9, -2)):
         with pytest.raises(BudgetError, match="from the start"):
             KeepCache(model, policy, entries=CAP, protect=[span])
@@ -213,7 +270,7 @@ def test_a_session_holds_the_cap_over_turns(tmp_path: Path) -> None:
         ({"entries": 5}, BudgetError, "4 sinks, a window of 1"),
         ({"bytes": 200}, BudgetError, "at least one slot"),
         ({"entries": CAP, "question": (3, 5)}, CacheStateError, "question"),
-        ({"entries": CAP, "cut_chunks": True, "prompt_tokens": 40}, CacheStateError, "cut_chunks"),
+        ({"entries": CAP, "cut_chunks": True}, CacheStateError, "no cut_chunks beside online-streaming-llm"),
         ({"entries": CAP, "rerotate_keys": True}, CacheStateError, "rerotate_keys"),
         ({"entries": CAP, "policy": {0: "full", "*": "online-tova"}}, PolicyError, "one policy for all layers"),
     ],

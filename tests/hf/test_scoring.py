@@ -3,10 +3,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvkeep import Session
-from kvkeep.errors import CacheStateError
-from kvkeep.hf.scoring import answer_logits, kl_divergence
+from kvkeep import KeepCache, Session
+from kvkeep.errors import CacheStateError, UnsupportedError
+from kvkeep.hf.scoring import answer_logits, batch_logprobs, kl_divergence
+from kvkeep.hf.support import CACHE_ARGUMENT
 from kvkeep.testing import fake_model
+
+from .tiny import tiny_model
 
 
 @pytest.fixture
@@ -51,3 +54,45 @@ def test_kl_is_that_of_the_textbook():
     expected = torch.nn.functional.kl_div(q, p, reduction="none", log_target=True).sum(-1)
     torch.testing.assert_close(kl_divergence(p, q), expected)
     assert kl_divergence(p, p).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_rows_are_scored_together_as_one_by_one(architecture: str) -> None:
+    model = tiny_model(architecture)
+    generator = torch.Generator().manual_seed(0)
+    slides = architecture == "gemma3"  # its windows must have seen equally much, and know no padding
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(3, 128, (count,), generator=generator).tolist()
+
+    texts = [tokens(40), tokens(40 if slides else 25), tokens(40 if slides else 33)]
+    prompts = [tokens(3), tokens(3 if slides else 1), tokens(3 if slides else 6)]
+    references = [tokens(2), tokens(2 if slides else 5), tokens(2 if slides else 1)]
+    caches = []
+    for text, policy in zip(texts, ("snapkv[window=4]", "full", "knorm+ada"), strict=True):
+        cache = KeepCache(model, policy, entries=None if policy == "full" else 12)
+        with torch.no_grad():
+            model(torch.tensor([text]), **{CACHE_ARGUMENT: cache})
+        caches.append(cache)
+    together = batch_logprobs(model, KeepCache.stack(caches), prompts, references)
+    for cache, prompt, reference, found in zip(caches, prompts, references, together, strict=True):
+        with torch.no_grad():
+            fed = torch.tensor([[*prompt, *reference[:-1]]])
+            logits = model(fed, **{CACHE_ARGUMENT: cache}).logits[0, len(prompt) - 1 :].float().log_softmax(-1)
+        expected = logits.gather(1, torch.tensor(reference)[:, None])[:, 0]
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+def test_what_cannot_be_scored_together_is_refused() -> None:
+    for architecture, prompts, references, error in (
+        ("llama", [[5]], [[6]], CacheStateError),
+        ("llama", [[5], [5]], [[6], []], CacheStateError),
+        ("llama", [[5], []], [[6], [6]], CacheStateError),
+        ("gemma3", [[5], [5, 6]], [[6], [6]], UnsupportedError),
+    ):
+        model = tiny_model(architecture)
+        cache = KeepCache(model, "full")
+        with torch.no_grad():
+            model(torch.tensor([[3, 4, 5], [5, 4, 3]]), **{CACHE_ARGUMENT: cache})
+        with pytest.raises(error):
+            batch_logprobs(model, cache, prompts, references)

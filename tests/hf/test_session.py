@@ -111,7 +111,7 @@ def test_the_remedy_of_a_broken_cache_works_for_a_session() -> None:
 
     hook = model.model.layers[1].register_forward_pre_hook(fail)
     with pytest.raises(RuntimeError, match="out of memory"):
-        session.ask("Where is it?")
+        session.ingest(TEXT)  # which cuts
     hook.remove()
     with pytest.raises(CacheStateError, match=r"cache\.reset\(\)"):
         session.ask("Where is it?")
@@ -206,3 +206,35 @@ def test_an_interruption_between_chunks_leaves_what_was_read() -> None:
     session.rewind()
     assert session.ask("Where is it?", max_new_tokens=5).text == first
     session.ingest(TEXT)
+
+
+@pytest.mark.parametrize(("policy", "entries"), [("online-tova", 40), ("snapkv[window=8]", 40), ("full", None)])
+def test_an_interruption_within_an_answer_takes_it_back(policy: str, entries: int | None) -> None:
+    """Also in the middle of a forward, where some layers have the token and others have not."""
+    model, tokenizer = fake_model(layers=3)
+    session = Session(model, tokenizer, policy, entries=entries)
+
+    def ask_in_vain(after: int) -> None:
+        calls = 0
+
+        def interrupt(*args: object) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == after:
+                raise KeyboardInterrupt
+
+        hook = model.get_decoder().layers[1].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            session.ask("Where is it?", max_new_tokens=9)
+        hook.remove()
+
+    ask_in_vain(1)
+    assert not session.cache.is_broken
+    assert session.cache.get_seq_length() == 0
+    session.ingest(TEXT)
+    read = session.cache.get_seq_length()
+    expected = session.ask("Where is it?", max_new_tokens=5, keep=False).text
+    for after in (1, 3):
+        ask_in_vain(after)
+        assert session.cache.get_seq_length() == read
+        assert session.ask("Where is it?", max_new_tokens=5, keep=False).text == expected

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from kvkeep import Budget, KeepCache
-from kvkeep.bench.prompting import Prompting
 from kvkeep.errors import CacheStateError, ResultsError, TaskError
 from kvkeep.hf.decoding import decode_batch
 from kvkeep.hf.dense import kept_masks, masked_decode, masked_logits, uniform_cache
+from kvkeep.hf.prompting import Prompting
 from kvkeep.hf.shared_prompt import SharedPrompt
 from kvkeep.hf.support import CACHE_ARGUMENT
 from kvkeep.hf.weighing import measure_bytes

@@ -55,9 +55,9 @@ def documents(count=5, words=60):
 CORPUS = Corpus.divided("words", documents())
 
 
-def run(out, *, kind="mlp", model_name="llama", warm_start="", on_progress=lambda p: None, **options):
-    model, tokenizer = fake_model(model_name)
-    config = KVpopConfig(24, window=4, scorer=kind, width=2)
+def run(out, *, kind="mlp", width=2, warm_start="", on_progress=lambda p: None, **options):
+    model, tokenizer = fake_model()
+    config = KVpopConfig(24, window=4, scorer=kind, width=width)
     made = TrainSettings(
         config,
         **{"length": LENGTH, "sequences": 6, "pairs": 16, "heldout": 1, "evaluate_every": 4, "checkpoint_every": 3}
@@ -206,18 +206,20 @@ def test_gradients_are_those_of_all_layers_at_once(tmp_path):
     expected.loss.backward()
     norm = torch.cat([p.grad.flatten() for p in scorer.parameters() if p.grad is not None]).norm()
     [record] = records(tmp_path)
-    assert record["loss"] == pytest.approx(float(expected.loss), rel=1e-5)
-    assert record["norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert record["loss"] == pytest.approx(expected.loss.item(), rel=1e-5)
+    assert record["norm"] == pytest.approx(norm.item(), rel=1e-4)
     assert record["agreed"] == pytest.approx(expected.agreed / expected.pairs)
 
 
-@pytest.mark.parametrize(("kind", "objective"), [("mlp", "regression"), ("mlstm", "boundary"), ("linear", "boundary")])
-def test_it_learns(tmp_path, kind, objective):
-    scorer = run(
-        tmp_path, kind=kind, objective=objective, sequences=40, learning_rate=1e-2, evaluate_every=40, divergence=1
-    )
+@pytest.mark.parametrize(
+    ("kind", "objective", "rate", "share"),
+    [("mlp", "regression", 0.01, 0.9), ("linear", "boundary", 0.01, 0.9), ("mlstm", "boundary", 0.1, 0.95)],
+)
+def test_it_learns(tmp_path, kind, objective, rate, share):
+    made = {"kind": kind, "objective": objective, "learning_rate": rate, "width": 8}
+    scorer = run(tmp_path, sequences=40, evaluate_every=40, divergence=1, **made)
     losses = [record["loss"] for record in records(tmp_path)]
-    assert sum(losses[-8:]) < 0.9 * sum(losses[:8])
+    assert sum(losses[-8:]) < share * sum(losses[:8])
     [look] = records(tmp_path, "look")
     assert look["recent_mass"] < look["kept_mass"] <= look["oracle_mass"] + 1e-6
     assert 0 < look["recall"] <= 1
@@ -325,6 +327,6 @@ def test_the_page_shows_the_curves(tmp_path):
     assert page.count("<svg") == 5
     for word in ("recall of the oracle", "KL to the full cache", "newest entries", "tiny", "Held-out texts"):
         assert word in page
-    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert "://" not in page.replace("http://www.w3.org/2000/svg", "")
     with pytest.raises(ResultsError):
         write_training_page(tmp_path / "nothing")

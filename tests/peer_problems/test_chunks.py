@@ -154,6 +154,17 @@ def test_a_short_last_chunk_is_judged_by_queries_of_the_one_before() -> None:
     assert [o.budget for o in seen[::3]] == [20, 30, 30, 30]
 
 
+@pytest.mark.parametrize("policy", ["snapkv", "snapkv+ada", "frc"])
+def test_chunks_that_are_shorter_than_the_window_are_judged(policy: str) -> None:
+    """By queries of the chunks before, too, of which some see nothing that is left."""
+    model = tiny_model("llama")
+    for sizes in ([10, 10], [7, 7, 6], [1, 3, 2, 14]):
+        cache = KeepCache(model, policy, entries=6, prompt_tokens=20, cut_chunks=True)
+        for chunk in text(2, 20).split(sizes, dim=1):
+            feed(model, cache, chunk)
+        assert cache.ledger.entries <= 6 * CELLS * 2
+
+
 def test_protected_spans_from_the_end_are_those_of_the_whole_prompt(llama: PreTrainedModel) -> None:
     cache = KeepCache(llama, "random", entries=12, protect=[(0, 2), (-4, None)], prompt_tokens=60, cut_chunks=True)
     for chunk in text(1, 60).split(16, dim=1):

@@ -7,7 +7,7 @@ import random
 import torch
 
 from kvkeep import KeepCache, RepeatPrompt, Session
-from kvkeep.bench.prompting import Prompting
+from kvkeep.hf.prompting import Prompting
 from kvkeep.hf.shared_prompt import SharedPrompt
 from kvkeep.hf.support import CACHE_ARGUMENT
 from kvkeep.results import FULL, Memory, Row

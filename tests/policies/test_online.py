@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from kvkeep.errors import BudgetError, PolicyError
@@ -76,6 +78,17 @@ def test_a_cap_without_a_slot_is_refused_with_all_numbers() -> None:
     assert split_cap(Remembering(40), needed, CELLS, protect=[(0, 7)]).slots == 4
     with pytest.raises(BudgetError):
         split_cap(Remembering(40), needed - 1, CELLS, protect=[(0, 7)])
+
+
+@given(spans=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=5), sinks=st.integers(0, 9))
+def test_protected_positions_are_counted_once_and_beyond_the_sinks(spans: list[tuple[int, int]], sinks: int) -> None:
+    covered = {position for span in spans for position in range(*span) if position >= sinks}
+    policy, taken = OnlineStreamingLLM(sinks=sinks), sinks + 25 + len(covered)  # the window is a quarter of 100
+    if taken < 100:
+        assert split_cap(policy, 100, CELLS, spans).slots == 75 - sinks
+    else:
+        with pytest.raises(BudgetError, match=f" {len(covered)} protected positions"):
+            split_cap(policy, 100, CELLS, spans)
 
 
 def test_streaming_llm_prefers_the_later() -> None:

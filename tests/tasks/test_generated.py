@@ -144,3 +144,9 @@ def test_the_toys_are_what_the_tests_think():
     assert len(TASKS) == 16
     assert not toy_haystack().holds("-")
     assert math.isclose(len(toy_tokenizer()("1234567", add_special_tokens=False)["input_ids"]), 7)
+
+
+def test_tasks_that_ask_for_a_list_say_so():
+    """An answer to these may go on behind its first line."""
+    lists = {name for name in expand(("ruler",)) if toy_samples(name, 1500, 1)[0].turns[0].wants_list}
+    assert lists == {f"ruler/{name}" for name in ("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe")}

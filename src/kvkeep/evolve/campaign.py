@@ -74,7 +74,7 @@ class Campaign:
         """
         found = []
         for name in names:
-            key = f"{CONTROLS}{name}"
+            key = f"{CONTROLS}{name}/{evaluations}"
             if key not in self.log:
                 control = run_control(
                     name,
@@ -85,7 +85,7 @@ class Campaign:
                     chance=self.settings.seed,
                     on_done=lambda done, total, name=name: on_control(name, done, total),  # type: ignore[misc]
                 )
-                self.log.append(control.to_dict())
+                self.log.append({"key": key, **control.to_dict()})
             found.append(Control.from_dict(self.log.history.others[key]))
         return found
 
@@ -162,8 +162,9 @@ def contestants_of(history: History, others: int = OTHERS) -> dict[str, Program 
 
 
 def controls_of(history: History) -> list[Control]:
-    """The controls that were run."""
-    return [Control.from_dict(record) for key, record in history.others.items() if key.startswith(CONTROLS)]
+    """The controls that were run, each with the number of evaluations that it was given last."""
+    found = [Control.from_dict(record) for key, record in history.others.items() if key.startswith(CONTROLS)]
+    return list({control.name: control for control in found}.values())
 
 
 def measured_of(history: History) -> list[Measured]:

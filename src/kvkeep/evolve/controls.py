@@ -63,7 +63,6 @@ class Control:
         """As JSON holds it; of the sources, the best one's."""
         best = self.best
         return {
-            "key": f"controls/{self.name}",
             "name": self.name,
             "evaluations": [evaluation.to_dict() for evaluation in self.evaluations],
             "names": list(self.names),

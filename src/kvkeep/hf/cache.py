@@ -43,6 +43,7 @@ from kvkeep.hf.progress import Forward, Progress
 from kvkeep.hf.recording import new_ledger
 from kvkeep.hf.repeat_prompt import RepeatPrompt
 from kvkeep.hf.rerotation import KeyRerotation, check_rerotation, with_second_keys
+from kvkeep.hf.schedule import Schedule
 from kvkeep.hf.second_pass import check_second_passes, repeat_text
 from kvkeep.hf.seen_tokens import SeenTokens
 from kvkeep.hf.sliding import KeepSlidingLayer, refused_assisted_decoding
@@ -93,8 +94,6 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         ModelFileError: a policy that judges by a calibration of the model, and none there.
     """
 
-    _cut_next: int | None  # a cut that is asked for, as the tokens of the same text that come after it
-    _coming: int  # columns of a text that has begun and not ended
     _seen: SeenTokens
 
     def __init__(
@@ -117,15 +116,18 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         evictable = [plan for plan in plans if plan.window is None]
         self.policy = policy
         self._online = online_policy(policy)
+        if self._online:
+            refuse_for_online(self._online, question=question, cut_chunks=cut_chunks, rerotate_keys=rerotate_keys)
         table = [] if self._online else policy_table(policy, [plan.index for plan in evictable], len(plans))
         given = read_budget(budget, compression_ratio=compression_ratio, entries=entries, bytes=bytes)
         keeps_all = not self._online and all(isinstance(p, Full) for p in table)
         self.budget = given or Budget(compression_ratio=0.0 if keeps_all else None)
         self._online = fitted(self._online, model, plans, self.budget)
-        self.prompt_tokens = read_prompt_tokens(prompt_tokens)
+        prompt_tokens = read_prompt_tokens(prompt_tokens)
         self.protect = tuple(read_span(span) for span in protect or ())
         self.question = None if question is None else read_span(question)
-        self.cut_chunks = read_cut_chunks(cut_chunks, self.prompt_tokens, self.question, table)
+        cut_chunks = read_cut_chunks(cut_chunks, prompt_tokens, self.question, table)
+        self._schedule = Schedule(prompt_tokens, cut_chunks, never=self.is_online)
         self._plans = plans
         self._progress = Progress()
         self._table = table
@@ -141,7 +143,6 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         known = calibrations_of(unwrap(model), needs.statistics)
         self._cap: Cap | None = None
         if self._online:
-            refuse_for_online(self._online, question=question, cut_chunks=cut_chunks, rerotate_keys=rerotate_keys)
             self._cap = Cap(self._online, self.budget, plans, unwrap(model).dtype, self.protect)
             if self._online.needs_rotary:
                 check_rotary(unwrap(model))
@@ -174,7 +175,6 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         super().__init__(layers=layers)
         self._ledger = new_ledger(self.evictable_layers, self.sliding_layers, self._progress)
         self._last_cut: Mark | None = None
-        self._on_request = False
         self._start()
 
     def __bool__(self) -> bool:
@@ -218,6 +218,16 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def is_online(self) -> bool:
         """Whether a cap holds at every step, instead of a cut where a text ends."""
         return self._online is not None
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Length of a prompt that comes in chunks."""
+        return self._schedule.prompt_tokens
+
+    @property
+    def cut_chunks(self) -> bool:
+        """Whether such a prompt is cut after each chunk."""
+        return self._schedule.cut_chunks
 
     @property
     def evictable_layers(self) -> list[EvictableLayer]:
@@ -296,7 +306,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         new = shape[1]
         if self._cap and not progress.columns:
             self._cap.geometries(shape[0])  # a budget in bytes may be too small for so many rows
-        cutting, coming = self._plan_cut(new)
+        cutting, coming = self._schedule.plan(progress.columns, new)
         empty = min(tokens.lengths) == 0
         if coming and empty:
             cutting = False  # a row that has not begun; the next chunk is cut with this one
@@ -308,8 +318,6 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             check_ids(ids, self._seen.columns, progress.columns)
             if cutting:
                 check_second_passes(self._passes, self.repeat_prompt, tokens.lengths, self._switch)
-        # A prompt in chunks gets its room at once, and until its last chunk.
-        waiting = not self.cut_chunks and not self._cuts and (not cutting or progress.columns > 0)
         device = next(decoder.parameters()).device
         forward = Forward(
             decoder=decoder,
@@ -318,7 +326,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             lengths=tokens.lengths,
             cutting=cutting,
             coming=coming,
-            reserve=self.prompt_tokens or 0 if waiting else 0,
+            reserve=self._schedule.reserve(progress.columns, cutting),
             ids=ids if self._passes else None,
             second_passes=self._passes if cutting else frozenset(),
         )
@@ -346,12 +354,10 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             check_kept(self.keep_layers, forward.budgets)
         progress.lengths = forward.lengths
         progress.columns += self._new_columns
+        self._schedule.note(forward.cutting, forward.coming)
         if forward.cutting:
-            self._cuts += 1
-            self._cut_next = None
             self._marks.clear()
         progress.forward = None
-        self._coming = forward.coming
         if forward.cutting and not forward.coming:
             self._set_last_cut(self.mark())
 
@@ -377,20 +383,20 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             cut: or not.
             coming: tokens of the same text in later forwards, which are cut too: the budget is that of the whole text.
         """
-        self._cut_next = coming if cut else None
+        self._schedule.requested = coming if cut else None
 
     def end_text(self) -> None:
         """Let a text of which more was to come end here, such as after an interruption. What is held stays."""
         self._refuse_broken()
-        if self._cuts and self._coming:
-            self._coming = 0
+        if self._schedule.cuts and self._schedule.coming:
+            self._schedule.coming = 0
             for layer in self.keep_layers:
                 layer.forget_queries()
             self._set_last_cut(self.mark())
 
     def cut_on_request(self) -> None:
         """Cut only where `cut_next` asks for it: the first text may be a question, which must stay whole."""
-        self._on_request = True
+        self._schedule.on_request = True
 
     def read_chunk_tokens(self, chunk_tokens: int | None) -> int | None:
         """See `intake.read_chunk_tokens`, for the policies of this cache."""
@@ -402,7 +408,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """The present state, to `rewind` to. Valid for this cache and its forks, until the next cut or reordering, or
         until the cache is rewound or cropped to a point before it."""
         self._refuse_broken()
-        self._refuse_unfinished()
+        self._schedule.refuse_unfinished(self._progress.columns)
         mark = Mark.of(self._progress, self.evictable_layers, self.sliding_layers)
         self._marks.add(mark)
         return mark
@@ -417,16 +423,17 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             self._refuse_broken()
         mark = mark if mark is not None else self._last_cut
         if mark is None or mark not in self._marks:
+            none = "no mark, and an online policy makes no cut to go back to" if self._online else "no cut yet"
             raise CacheStateError(
                 expected="a mark of this cache, taken since the last cut, with its entries still held",
-                received="no cut yet"
+                received=none
                 if mark is None
                 else "a mark of another cache, or from before a cut, a reordering, a reset or a rewind further back",
                 remedy="take a new mark() after the text has been ingested",
             )
         mark.restore(self._progress, self.evictable_layers, self.sliding_layers)
         self._seen.truncate(mark.columns)
-        self._coming = 0
+        self._schedule.coming = 0
         self._forget_later_marks()
         self._record_all()
 
@@ -434,6 +441,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """An independent cache with the same content; kept entries are shared until one of the two writes."""
         self._refuse_broken()
         twin = copy.copy(self)
+        twin._schedule = copy.copy(self._schedule)
         twin._progress = copy.copy(self._progress)
         twin._progress.lengths = list(self._progress.lengths)
         twin._progress.notes = list(self._progress.notes)
@@ -458,7 +466,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             CacheStateError: they reach back into what was cut, or a sliding window no longer holds what lies before.
         """
         self._refuse_broken()
-        self._refuse_unfinished()
+        self._schedule.refuse_unfinished(self._progress.columns)
         progress = self._progress
         remove = -tokens_to_remove if tokens_to_remove <= 0 else progress.columns - tokens_to_remove
         if remove <= 0:
@@ -470,7 +478,9 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
                 expected=f"at most {0 if slid else room} tokens to remove, those since the last cut"
                 + (" while no sliding window is full" if slid else ""),
                 received=f"{remove}",
-                remedy="use rewind(), which goes back to the last cut exactly",
+                remedy="take a mark() first and rewind to it"
+                if self._online
+                else "use rewind(), which goes back to the last cut exactly",
             )
         for layer in self.keep_layers:
             store = layer.store
@@ -599,7 +609,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._progress.lengths, self._progress.columns = list(lengths), columns
         self._progress.add_notes(notes)
         self._progress.evict_seconds += seconds
-        self._cuts += 1
+        self._schedule.cuts += 1
         self._move_up()
         self._ledger.restart()
         if not self._online:  # a mark keeps a copy of what it goes back to
@@ -635,7 +645,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             "lengths": self._progress.lengths,
             "columns": self._progress.columns,
             "notes": self._progress.notes,
-            "cuts": self._cuts,
+            "cuts": self._schedule.cuts,
             "seen": torch.stack(self._seen.rows()).tolist() if self._seen.columns else None,
             "repeat_prompt": asdict(self.repeat_prompt) if self._passes else None,
             "last_cut": None if self._last_cut is None else self._last_cut.to_dict(),
@@ -650,7 +660,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
     ) -> None:
         """Go on from what `export_progress` and `last_windows` gave; for `saving`."""
         self._progress.lengths, self._progress.columns = progress["lengths"], progress["columns"]
-        self._progress.notes, self._cuts = progress["notes"], progress["cuts"]
+        self._progress.notes, self._schedule.cuts = progress["notes"], progress["cuts"]
         if self._passes and progress.get("seen"):
             ids = torch.tensor(progress["seen"], dtype=torch.int32)
             self._seen.add(ids, ids >= 0)
@@ -666,15 +676,13 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def refuse_unusable(self) -> None:
         """Raise where the cache is no whole text: after a failed forward, or in the middle of a prompt."""
         self._refuse_broken()
-        self._refuse_unfinished()
+        self._schedule.refuse_unfinished(self._progress.columns)
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        self._cuts = 0
+        self._schedule.restart()
         self._marks: WeakSet[Mark] = WeakSet()  # those that can be rewound to
-        self._cut_next = None
-        self._coming = 0
         self._new_columns = 0
         self._last_cut = None
         self._seen = SeenTokens()
@@ -705,42 +713,15 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     def _refuse_broken(self) -> None:
         if self.is_broken:
+            back = (
+                "(mark) will do if a mark was taken before" if self._online else "() will do if nothing was being cut"
+            )
             raise CacheStateError(
                 expected="a cache whose last forward went through",
                 received="one that an exception left with layers of different length",
-                remedy="call cache.reset() and process the text again; cache.rewind() will do if nothing was being cut",
+                remedy=f"call cache.reset() and process the text again; cache.rewind{back}",
             )
         self._progress.forward = None  # one that was refused before a layer ran
-
-    def _refuse_unfinished(self) -> None:
-        if self._coming:
-            raise CacheStateError(
-                expected=f"a text of {self._progress.columns + self._coming} tokens, processed to its end",
-                received=f"the first {self._progress.columns} of them",
-                remedy="process the rest of the text first; a fork can be made at any time",
-            )
-
-    def _plan_cut(self, new: int) -> tuple[bool, int]:
-        """Whether to cut at the end of a forward of `new` columns, and how many columns of its text come after it."""
-        if self._online:
-            return False, 0
-        if self._cut_next is not None:
-            return True, self._cut_next
-        if self._on_request:
-            return False, 0
-        seen = self._progress.columns
-        if self.prompt_tokens is None:
-            return seen == 0, 0
-        if self._cuts and (not self.cut_chunks or seen >= self.prompt_tokens):
-            return False, 0
-        coming = self.prompt_tokens - seen - new
-        if coming < 0:
-            raise CacheStateError(
-                expected=f"a prompt that ends at prompt_tokens={self.prompt_tokens}",
-                received=f"a forward that reaches token {seen + new}",
-                remedy="set prompt_tokens to the length of input_ids, padding included",
-            )
-        return self.cut_chunks or coming == 0, coming
 
 
 def _no_rows(received: str) -> CacheStateError:

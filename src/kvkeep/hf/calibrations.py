@@ -6,7 +6,6 @@ A policy that declares `Needs(statistics=...)` gets them layer by layer; `kvkeep
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -24,6 +23,7 @@ from kvkeep.calibrated import OF_MODEL, LayerStatistics
 from kvkeep.errors import ModelFileError
 from kvkeep.hf.embedded import kvkeep_home
 from kvkeep.hf.models import model_sha256
+from kvkeep.hf.once import once_for_weights
 
 SCHEMA_VERSION = 1
 _KEY = "kvkeep-calibration"
@@ -142,19 +142,8 @@ def _read(path: Path, changed_ns: int, size: int) -> Calibration:
     return Calibration.load(path)
 
 
-_identities: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, str]] = weakref.WeakKeyDictionary()
-
-
-def _identity(model: PreTrainedModel) -> str:
-    """`model_sha256`, which reads all weights of a model that came from no file, once until the weights change."""
-    try:
-        stamp = tuple((t.data_ptr(), t._version) for t in (*model.parameters(), *model.buffers()))
-    except RuntimeError:  # made in inference mode: nothing tells whether they have changed
-        return model_sha256(model)
-    known = _identities.get(model)
-    if known is None or known[0] != stamp:
-        known = _identities[model] = (stamp, model_sha256(model))
-    return known[1]
+# Of a model that came from no file this reads all weights.
+_identity = once_for_weights(model_sha256)
 
 
 def _whole(tensors: Mapping[str, Tensor]) -> bool:

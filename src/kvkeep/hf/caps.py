@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.budget import Budget
+from kvkeep.budget import POSITION_BYTES, Budget
 from kvkeep.errors import BudgetError, CacheStateError, PolicyError
 from kvkeep.hf.spans import Span
 from kvkeep.hf.support import LayerPlan
 from kvkeep.policies.online import (
-    POSITION_BYTES,
     PRIORITY_BYTES,
     Cells,
     Geometry,

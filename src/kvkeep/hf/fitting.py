@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from torch import nn
-
 from kvkeep.budget import Budget
 from kvkeep.hf.models import weights_fingerprint
+from kvkeep.hf.once import once_for_weights
 from kvkeep.hf.support import LayerPlan, unwrap
 from kvkeep.policies.fitting import FittingPolicy, ServedModel
 from kvkeep.policies.online import OnlinePolicy
@@ -46,17 +44,5 @@ def served_model(model: Any, plans: Sequence[LayerPlan], budget: Budget | None =
     )
 
 
-# Hashing a model takes as long as some steps of it, and caches are made often. What weights were hashed, by where they
-# stand and how often they were written to.
-_Stamp = list[tuple[int, int]]
-_known: weakref.WeakKeyDictionary[nn.Module, tuple[_Stamp, str]] = weakref.WeakKeyDictionary()
-
-
-def _fingerprint(model: nn.Module) -> str:
-    try:
-        stamp = [(tensor.data_ptr(), tensor._version) for tensor in (*model.parameters(), *model.buffers())]
-    except RuntimeError:  # made under inference_mode: nothing tells whether they were written to
-        return weights_fingerprint(model)
-    if model not in _known or _known[model][0] != stamp:
-        _known[model] = stamp, weights_fingerprint(model)
-    return _known[model][1]
+# Caches are made often.
+_fingerprint = once_for_weights(weights_fingerprint)

@@ -119,6 +119,8 @@ class OnlineLayer(EvictableLayer):
 
     def load(self, tensors: Mapping[str, Tensor], batch: int, kv_heads: int) -> None:
         """Hold what `export` gave."""
+        if not batch:  # saved before its first text, which tells how many rows share a cap in bytes
+            return
         self.prepare(batch)
         self.store.load_tensors(tensors, batch, kv_heads)
 
@@ -207,7 +209,8 @@ class OnlineLayer(EvictableLayer):
         priorities, state = read(arrivals, self._state(rows))
         check_priorities(priorities, tuple(leaving.keys.shape[:3]), policy, self.index)
         self._keep_state(rows, state)
-        priorities = self._pinned(priorities, leaving.positions[:, None])
+        # A graph that hung on what is held would grow with every step.
+        priorities = self._pinned(priorities.detach(), leaving.positions[:, None])
         taken = self._take_slots(rows, priorities)
         begins = not store.lengths[rows][0]
         if count == 1 or begins:
@@ -244,9 +247,9 @@ class OnlineLayer(EvictableLayer):
         self._count_time(started)
         output, weights = attend_watched(chunk.query, keys, values, hidden, chunk.scaling)
         started = time.perf_counter()
-        priorities = policy.observe(store.priorities(rows), weights)
+        priorities = policy.observe(store.priorities(rows), weights.detach())
         check_priorities(priorities, tuple(keys.shape[:3]), policy, self.index)
-        store.set_priorities(rows, priorities)
+        store.set_priorities(rows, priorities.detach())
         self._count_time(started)
         return output
 

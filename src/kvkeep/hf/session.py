@@ -324,12 +324,10 @@ class Session:
 
     def _restore(self, point: tuple[Mark, _State]) -> None:
         mark, state = point
-        if self.cache.get_seq_length() == 0 and mark.columns == 0:
-            pass
-        elif mark.columns == 0:
-            self.cache.reset()
-        else:
+        if mark.columns:
             self.cache.rewind(mark)
+        elif self.cache.get_seq_length() or self.cache.is_broken:
+            self.cache.reset()
         self._state = state
 
     def _answer(
@@ -346,8 +344,7 @@ class Session:
         try:
             answer = self._generate(ids, max_new_tokens, on_text, generate)
         except BaseException:
-            if not self.cache.is_broken:
-                self._restore(before)
+            self._restore(before)  # nothing is cut while an answer is written, so that half a forward can be undone
             raise
         if not keep:
             self._restore(before)

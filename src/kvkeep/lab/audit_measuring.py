@@ -36,7 +36,7 @@ _NOTHING_REMOVED = Budget(compression_ratio=0.0)
 
 
 class Prompts(Protocol):
-    """How texts become tokens; `kvkeep.bench.prompting.Prompting` does it."""
+    """How texts become tokens; `kvkeep.hf.prompting.Prompting` does it."""
 
     @property
     def overhead(self) -> int:

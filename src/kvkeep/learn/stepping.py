@@ -17,6 +17,8 @@ from torch.nn.functional import logsigmoid, silu
 from kvkeep.learn.scorers import CellScorer, MLPScorer, MLSTMScorer
 from kvkeep.policies.online import State
 
+_HARMLESS_CAP = 20.0  # sums of e^20 over any text are far below the largest float32
+
 
 class Stepper(Protocol):
     """One layer's scorer in a cache."""
@@ -78,62 +80,77 @@ class MLPStepper(PlainStepper):
 
 
 class MLSTMStepper(PlainStepper):
-    """The mLSTM's step. The state: `memory [B, C, F, P + 1]`, C and in the last column z; `exponent [B, C, 1]`."""
+    """The mLSTM's step. The state: `memory [B, C, F, P + 1]`, C and in the last column z; `exponent [B, C, 1]`.
+
+    C and z are over `e^m`. Where gates are capped nothing can grow beyond float32, and m is always 0.
+    """
 
     def __init__(self, scorer: MLSTMScorer, cells: slice) -> None:
         super().__init__(scorer, cells)
-        width, self._cap = scorer.width, scorer.config.gate_cap
-        self._width, self._softmax_only = width, scorer.config.feature == "softmax"
-        keys_and_values, gates = scorer.memory_weight[cells], scorer.gate_weight[cells] / (self._cap or 1.0)
-        nothing = torch.zeros_like(keys_and_values[..., :1])  # of a column that is always 1, for z
+        width, cap = scorer.width, scorer.config.gate_cap
+        self._width, self._cap, self._parts = width, cap, 1 if scorer.config.feature == "softmax" else 2
+        self._bounded = cap is not None and cap <= _HARMLESS_CAP
+        query, memory = scorer.query_weight[cells], scorer.memory_weight[cells]
+        # The signs that the feature map takes stand in the weights: q, -q, k, -k.
+        signed = [(query, -query)[: self._parts], (memory[..., :width], -memory[..., :width])[: self._parts]]
+        nothing = torch.zeros_like(memory[..., :1])  # of a column that is always 1, for z
+        gates = scorer.gate_weight[cells] / (cap or 1.0)
         skip = nothing if scorer.skip_weight is None else scorer.skip_weight[cells][..., None]
-        weight = torch.cat([scorer.query_weight[cells], keys_and_values, nothing, gates, skip], dim=-1)
+        weight = torch.cat([*signed[0], *signed[1], memory[..., width:], nothing, gates, skip], dim=-1)
+        self._features = 2 * self._parts * width
+        behind = self._features + width
+        self._value = slice(self._features, behind + 1)
+        self._gates = slice(behind + 1, behind + 3)
         bias = torch.zeros_like(weight[:, 0])
-        bias[:, 3 * width] = 1
-        bias[:, 3 * width + 1 : 3 * width + 3] = scorer.gate_bias[cells] / (self._cap or 1.0)
-        bias[:, 3 * width + 3] = scorer.out_bias[cells]
+        bias[:, behind] = 1
+        bias[:, self._gates] = scorer.gate_bias[cells] / (cap or 1.0)
+        bias[:, -1] = scorer.out_bias[cells]
         self._weight, self._bias = _folded(scorer, weight, bias, cells)
         self._out = scorer.out_weight.detach()[cells, :, None]
         self._tiny = torch.finfo(self._out.dtype).tiny
 
     def start(self, batch: int, device: torch.device) -> State:
         """See `Stepper.start`."""
-        return _joined(super().start(batch, device))
+        return self._joined(super().start(batch, device))
 
     def read(self, new: Tensor, leaving: Tensor, state: State) -> tuple[Tensor, State]:
         """See `Stepper.read`."""
         memory = state["memory"]
         apart = {"memory": memory[..., :-1], "norm": memory[..., -1], "exponent": state["exponent"][..., 0]}
         scores, after = super().read(new, leaving, apart)
-        return scores, _joined(after)
+        return scores, self._joined(after)
 
     def step(self, new: Tensor, leaving: Tensor, state: State) -> tuple[Tensor, State]:
         """See `Stepper.step`."""
-        width = self._width
         x = torch.cat([new, leaving], dim=2).to(self._weight.dtype)
-        maps = torch.matmul(x, self._weight).add_(self._bias)  # [B, C, 1 + m, 3 P + 4]
-        own = maps[:, :, :1]
-        gates = own[..., 3 * width + 1 : 3 * width + 3]
+        maps = torch.matmul(x, self._weight).add_(self._bias)  # [B, C, 1 + m, O]
+        apart = torch.unflatten(maps[..., : self._features], -1, (2, self._parts, self._width))
+        features = apart.softmax(-1).flatten(-2)  # [B, C, 1 + m, 2, F]: of the query, of the key
+        gates = maps[:, :, :1, self._gates]
         if self._cap is not None:
             gates = gates.tanh().mul_(self._cap)
-        kept = logsigmoid(gates[..., 1]).add_(state["exponent"])  # [B, C, 1]
-        exponent = torch.maximum(kept, gates[..., 0])
-        old, more = (kept - exponent).exp_(), (gates[..., 0] - exponent).exp_()
-        key = self._feature(own[..., width : 2 * width]).mul_(more[..., None])  # [B, C, 1, F]
-        gain = key.transpose(-1, -2) * own[..., 2 * width : 3 * width + 1]
-        memory = torch.addcmul(gain, state["memory"], old[..., None])
+        exponent = state["exponent"]
+        if self._bounded:
+            old, more = gates[..., 1:].sigmoid(), gates[..., :1].exp()
+        else:
+            kept = logsigmoid(gates[..., 1]).add_(exponent)  # [B, C, 1]
+            exponent = torch.maximum(kept, gates[..., 0])
+            old, more = (kept - exponent).exp_()[..., None], (gates[..., 0] - exponent).exp_()[..., None]
+        key = features[:, :, 0, 1].unsqueeze(-1)  # [B, C, F, 1]
+        gain = (key * more) * maps[:, :, :1, self._value]
+        memory = torch.addcmul(gain, state["memory"], old)
         after = {"memory": memory, "exponent": exponent}
         if not leaving.shape[2]:
             return maps.new_zeros(leaving.shape[:3]), after
-        theirs = maps[:, :, 1:]
-        found = self._feature(theirs[..., :width]) @ memory  # [B, C, 1, P + 1]
+        found = features[:, :, 1:, 0] @ memory  # [B, C, 1, P + 1]
         h = found[..., :-1] / found[..., -1:].clamp_min(self._tiny)
-        return (silu(h) @ self._out).add_(theirs[..., -1:]).squeeze(-1), after
+        return (silu(h) @ self._out).add_(maps[:, :, 1:, -1:]).squeeze(-1), after
 
-    def _feature(self, x: Tensor) -> Tensor:
-        if self._softmax_only:
-            return x.softmax(-1)
-        return torch.stack([x, -x], dim=-2).softmax(-1).flatten(-2)
+    def _joined(self, state: State) -> State:
+        memory, exponent = torch.cat([state["memory"], state["norm"][..., None]], dim=-1), state["exponent"][..., None]
+        if self._bounded:
+            return {"memory": memory * exponent[..., None].exp(), "exponent": torch.zeros_like(exponent)}
+        return {"memory": memory, "exponent": exponent}
 
 
 def stepper_of(scorer: CellScorer, cells: slice) -> Stepper:
@@ -151,8 +168,3 @@ def _folded(scorer: CellScorer, weight: Tensor, bias: Tensor, cells: slice) -> t
     weight = weight.detach() / scorer.deviation[cells, :, None]
     shift = torch.matmul(scorer.mean[cells, None], weight)  # [C, 1, O]
     return weight, bias.detach()[:, None] - shift
-
-
-def _joined(state: State) -> State:
-    memory = torch.cat([state["memory"], state["norm"][..., None]], dim=-1)
-    return {"memory": memory, "exponent": state["exponent"][..., None]}

@@ -120,6 +120,7 @@ def train(
         if not run.resumed():
             run.begin(windows, warm_start, on_cost)
         run.steps(windows, heldout, on_progress)
+        scorer.zero_grad()
         scorer.eval().save_pretrained(out)
     return scorer
 

@@ -29,8 +29,7 @@ from kvkeep.policies.protocols import NameOfClass
 # So caches share them in forks and marks, pick rows of them, and save and weigh them, without asking the policy.
 State = Mapping[str, Tensor]
 
-# Bookkeeping of an entry beside keys and values: see store/slots.py.
-POSITION_BYTES = 4
+# Bookkeeping of an entry beside keys, values and position: see store/slots.py.
 PRIORITY_BYTES = 4
 
 
@@ -211,7 +210,7 @@ def split_cap(policy: OnlinePolicy, entries: int, cells: Cells, protect: Sequenc
     one = replace(cells, rows=1)
     state = -(-state_bytes(policy, one) // (cells.kv_heads * cells.entry_bytes))  # rounded up
     geometry = policy.geometry(entries, state)
-    pinned = len({position for span in protect for position in range(*span) if position >= geometry.sinks})
+    pinned = _covered(protect, geometry.sinks)
     if geometry.slots - pinned < 1:
         parts = [f"{geometry.sinks} sinks", f"a window of {geometry.window}", f"{state} for the policy's memory"]
         raise BudgetError(
@@ -229,6 +228,15 @@ def split_cap(policy: OnlinePolicy, entries: int, cells: Cells, protect: Sequenc
             remedy="sinks + window + slots + state is the cap",
         )
     return geometry
+
+
+def _covered(spans: Sequence[tuple[int, int]], first: int) -> int:
+    """How many positions from `first` on some ranges cover together."""
+    total = 0
+    for start, end in sorted(spans):
+        total += max(0, end - max(start, first))
+        first = max(first, end)
+    return total
 
 
 def refuse_ratio(policy: OnlinePolicy, budget: Budget) -> None:
@@ -263,5 +271,5 @@ def check_priorities(priorities: Tensor, shape: tuple[int, ...], policy: OnlineP
         raise PolicyError(
             expected=f"finite priorities from {policy.name}",
             received=f"NaN or infinity in layer {layer}",
-            remedy="guard divisions and logarithms",
+            remedy="guard divisions and logarithms; where the model's logits are not finite either, it is the model",
         )

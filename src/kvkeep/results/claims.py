@@ -35,7 +35,6 @@ import numpy as np
 
 from kvkeep.budget import Budget
 from kvkeep.errors import BudgetError, KvkeepError, ResultsError
-from kvkeep.policies import parse_policy, policy_string
 from kvkeep.results.metrics import measurements, metric_named
 from kvkeep.results.rows import PROTOCOLS, Row
 from kvkeep.results.statistics import Paired, check_equal_bytes, holm, paired_difference
@@ -167,6 +166,8 @@ def _cell(claim: Claim, policy: str, rows: Sequence[Row]) -> list[Row]:
 
 def _canonical(name: str) -> str:
     """What rows call the policy of that name; a name that leads to no policy here stands for itself."""
+    from kvkeep.policies import parse_policy, policy_string  # who only reads rows need not wait for torch
+
     try:
         return policy_string(parse_policy(name))
     except KvkeepError:  # such as that of a plugin which is not installed, or the description of a custom policy

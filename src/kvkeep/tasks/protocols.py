@@ -43,6 +43,11 @@ class Turn:
     needles: tuple[tuple[int, int], ...] = ()
     reasoned: bool = False
 
+    @property
+    def wants_list(self) -> bool:
+        """Whether a right answer names several things."""
+        return self.metric == "match_all" and len(self.references) > 1
+
 
 @dataclass(frozen=True)
 class Sample:
