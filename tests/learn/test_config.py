@@ -7,14 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvkeep.learn import KVpopConfig, LearnError, ModelShape
-from kvkeep.learn.config import ACCOUNTING, AGGREGATES, FEATURES, INPUTS, SCORER_NAMES
+from kvkeep.learn.config import AGGREGATES, FEATURES, INPUTS, SCORER_NAMES
 
 configs = st.builds(
     KVpopConfig,
     budget=st.integers(4, 9000),
     sinks=st.integers(0, 8),
     window=st.none() | st.integers(1, 300),
-    state_accounting=st.sampled_from(ACCOUNTING),
     scorer=st.sampled_from(SCORER_NAMES),
     width=st.none() | st.integers(1, 64),
     feature=st.sampled_from(FEATURES),
@@ -53,7 +52,6 @@ def test_the_papers_own_numbers():
     assert config.state_numbers(128) == 8_321
     assert config.state_entries(128, 2) == 66
     assert config.geometry(128, 2).slots == 4096 - 4 - 256 - 66
-    assert KVpopConfig(budget=4096, window=256, state_accounting="free").geometry(128, 2).slots == 3836
     assert KVpopConfig(budget=4096, window=256, scorer="mlp").geometry(128, 2).slots == 3836
 
 
@@ -75,7 +73,6 @@ def test_the_usual_window_is_a_quarter():
         ({"budget": 64, "feature": "relu"}, "feature"),
         ({"budget": 64, "inputs": "rotated"}, "did you mean 'unrotated'"),
         ({"budget": 64, "aggregate": "sum"}, "aggregate"),
-        ({"budget": 64, "state_accounting": "bits"}, "state_accounting"),
         ({"budget": 64, "eps": 0}, "eps"),
         ({"budget": 64, "gate_cap": 0}, "gate_cap"),
         ({"budget": 64, "skip": 1}, "skip"),

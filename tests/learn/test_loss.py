@@ -165,7 +165,7 @@ def test_gradients_are_those_of_the_function():
 
 def test_a_step_down_the_gradient_agrees_more_often():
     shape = ModelShape(1, 2, 4)
-    config = KVpopConfig(budget=9, sinks=1, window=3, scorer="linear", state_accounting="free", decay=DECAY)
+    config = KVpopConfig(budget=9, sinks=1, window=3, scorer="linear", decay=DECAY)
     made = KVpopScorer(config, shape)
     geometry = config.geometry(4, 4)
     x = torch.randn(2, 2, 60, 8, generator=torch.Generator().manual_seed(0))

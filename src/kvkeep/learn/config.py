@@ -19,7 +19,6 @@ SCORER_NAMES = ("mlstm", "mlp", "linear", "zero")
 AGGREGATES = ("max", "mean")
 FEATURES = ("hedgehog", "softmax")
 INPUTS = ("cached", "unrotated", "position-free")
-ACCOUNTING = ("bytes", "free")
 
 STATE_ITEMSIZE = 4  # bytes: a recurrent state is float32, whatever the model's type
 
@@ -79,7 +78,6 @@ class KVpopConfig:
         budget: B, entries a cell, the scorer's state included where it is counted.
         sinks: s.
         window: w; None is a quarter of the budget. It is also the delay of the scorer's reading.
-        state_accounting: `bytes` takes the scorer's state out of the slots, rounded up to entries; `free` does not.
         scorer: `mlstm` (has a state), `mlp`, `linear`, or `zero`, which is StreamingLLM.
         width: of the scorer's inside. None: half the head size for `mlstm`; for `mlp` what has as many parameters.
         feature: map of the mLSTM's queries and keys: `hedgehog`, `[softmax(u); softmax(-u)]`, or `softmax`.
@@ -97,7 +95,6 @@ class KVpopConfig:
     budget: int
     sinks: int = 4
     window: int | None = None
-    state_accounting: str = "bytes"
     scorer: str = "mlstm"
     width: int | None = None
     feature: str = "hedgehog"
@@ -111,7 +108,6 @@ class KVpopConfig:
 
     def __post_init__(self) -> None:
         for name, known in (
-            ("state_accounting", ACCOUNTING),
             ("scorer", SCORER_NAMES),
             ("feature", FEATURES),
             ("inputs", INPUTS),
@@ -161,14 +157,12 @@ class KVpopConfig:
         return self.feature_size(head_size) * (self.inner_width(head_size) + 1) + 1
 
     def state_entries(self, head_size: int, itemsize: int) -> int:
-        """Entries that weigh as much as one cell's state, rounded up; 0 where the state is not counted.
+        """Entries that weigh as much as one cell's state, rounded up: they are taken out of the slots.
 
         Args:
             head_size: D.
             itemsize: bytes of one number of the cache.
         """
-        if self.state_accounting == "free":
-            return 0
         return math.ceil(self.state_numbers(head_size) * STATE_ITEMSIZE / (2 * head_size * itemsize))
 
     def geometry(self, head_size: int, itemsize: int) -> Geometry:

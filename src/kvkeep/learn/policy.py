@@ -30,9 +30,8 @@ class KVpop(StaticPolicy):
     """Keeps what a trained scorer expects to be looked at.
 
     KVpop (arXiv 2607.05061), section 3. The priority of a token that leaves the window is `r_t - t log gamma` (equation
-    20); which entries stay is then as in `kvkeep.learn.ranking`. The scorer's memory of a cell is always counted in the
-    cap, also where it was trained with `state_accounting="free"`. The cap may be another one than in training; sinks
-    and window are those of training.
+    20); which entries stay is then as in `kvkeep.learn.ranking`. The scorer's memory of a cell is counted in the
+    cap. The cap may be another one than in training; sinks and window are those of training.
 
     Attributes:
         scorer: trained, or new, which makes it StreamingLLM. It is not written to; change a copy.

@@ -179,7 +179,7 @@ class _Run:
     def _warm_start(self, folder: str) -> None:
         given = KVpopScorer.from_pretrained(folder, model=self.scorer.shape)
         ours, theirs = ({**c.to_dict()} for c in (self.scorer.config, given.config))
-        free = {"budget", "sinks", "window", "state_accounting", "aggregate", "eps", "decay", "delayed"}
+        free = {"budget", "sinks", "window", "aggregate", "eps", "decay", "delayed"}
         differing = sorted(key for key in ours if key not in free and ours[key] != theirs[key])
         if differing:
             raise LearnError(
