@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from kvkeep import Budget, KeepCache
-from kvkeep.bench.executors import Worker
 from kvkeep.bench.measuring import kept_shares
 from kvkeep.bench.runner import run
 from kvkeep.bench.settings import Settings
+from kvkeep.bench.worker import Worker
 from kvkeep.errors import ResultsError, TaskError
 from kvkeep.hf.prompting import Prompting
 from kvkeep.hf.support import CACHE_ARGUMENT

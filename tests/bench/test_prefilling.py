@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvkeep import Budget, KeepCache
-from kvkeep.bench.executors import Worker
 from kvkeep.bench.prefilling import Prefill, Text, bytes_alone
+from kvkeep.bench.worker import Worker
 from kvkeep.errors import BudgetError
 from kvkeep.hf.prompting import Prompting
 from kvkeep.hf.repeat_prompt import RepeatPrompt
@@ -35,8 +35,8 @@ def test_rows_are_the_same_with_a_prefill_each(task: Toy) -> None:
     settings = settings_for(samples=1, policies=POLICIES, budgets=(Budget(entries=12),))
     loaded = fake_model(dtype=torch.float64, layers=3)
     (sample,) = task.samples(loaded[1], length=400, count=1)
-    together = {row.key: row for row in Worker(settings, loaded).measure((sample, frozenset()))}
-    apart = Worker(settings, loaded, memory_limit=1).measure((sample, frozenset()))
+    together = {row.key: row for row in Worker(settings, loaded).rows((sample, frozenset()))}
+    apart = list(Worker(settings, loaded, memory_limit=1).rows((sample, frozenset())))
     assert {row.key for row in apart} == set(together)
     assert len(apart) == len(together)
     for row in apart:

@@ -20,6 +20,7 @@ from kvkeep.errors import ModelFileError, TaskError, UnsupportedError
 from kvkeep.hf.models import model_sha256
 from kvkeep.hf.shared_prompt import SharedPrompt
 from kvkeep.hf.support import CACHE_ARGUMENT
+from kvkeep.store.sealed import write_sealed
 from kvkeep.tasks.text import Message
 from kvkeep.testing import fake_model, random_observation
 
@@ -296,20 +297,25 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
     model, tokenizer = fake_model()
     path = calibrated(model, tokenizer).save(tmp_path / "mine.safetensors")
     tensors = load_file(path)
-    for name, change, said in (
-        ("other", {"x": torch.zeros(1)}, "schema version none"),
-        ("noise", None, "received"),
+    whole = path.read_bytes()
+    other = tmp_path / "other.safetensors"
+    save_file({"x": torch.zeros(1)}, other)
+    for content, said in (
+        (other.read_bytes(), "a file of something else"),
+        (b"noise", "received"),
+        (whole[:-1] + bytes([whole[-1] ^ 1]), "other bytes than were saved"),
     ):
-        bad = tmp_path / f"{name}.safetensors"
-        bad.write_bytes(b"noise") if change is None else save_file(change, bad)
+        bad = tmp_path / "bad.safetensors"
+        bad.write_bytes(content)
         with pytest.raises(ModelFileError, match=said):
             KeepCache(model, f"qfilter[statistics={bad}]", entries=9)
-    metadata = {"kvkeep-calibration": '{"schema_version": 1}'}
+    write_sealed(bad, {"schema_version": 0}, tensors)
+    with pytest.raises(ModelFileError, match="schema version 0"):
+        Calibration.load(bad)
     for change in ({"filters": torch.full_like(tensors["filters"], torch.nan)}, {"copying": tensors["copying"][:1]}):
-        bad = tmp_path / "bad.safetensors"
-        save_file({name: (tensors | change)[name].clone() for name in tensors}, bad, metadata=metadata)
+        write_sealed(bad, {"schema_version": 1}, tensors | change)
         with pytest.raises(ModelFileError, match="missing, not finite, or do not agree"):
             Calibration.load(bad)
-    save_file({name: tensors[name] for name in tensors if name != "filters"}, bad, metadata=metadata)
+    write_sealed(bad, {"schema_version": 1}, {name: tensors[name] for name in tensors if name != "filters"})
     with pytest.raises(ModelFileError, match="tensors that are missing"):
         Calibration.load(bad)

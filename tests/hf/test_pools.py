@@ -31,8 +31,15 @@ def test_results_come_in_the_order_of_units(name: str, threads: int, monkeypatch
     with make_pool(name, make, 2, make()) as pool:
         found = list(pool.map(range(20)))
         again = list(pool.map([3]))
+        taken: list[int] = []
+        mixed = pool.unordered(taken.append(unit) or unit for unit in range(20))  # type: ignore[func-returns-value]
+        first = next(mixed)
+        ahead = len(taken)
+        rest = list(mixed)
     assert [square for square, _, _ in found] == [unit * unit for unit in range(20)]
     assert again[0][0] == 9
+    assert sorted(square for square, _, _ in [first, *rest]) == [unit * unit for unit in range(20)]
+    assert ahead == (1 if name == "serial" else 4)
     workers = {worker for _, worker, _ in found}
     assert (workers == {os.getpid()}) == (name == "serial")
     assert len(workers) <= 2

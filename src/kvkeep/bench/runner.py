@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvkeep.bench.executors import Unit, Worker, make_executor
 from kvkeep.bench.measuring import is_asked_aware
 from kvkeep.bench.rollouts import rollouts_of
 from kvkeep.bench.settings import Settings
+from kvkeep.bench.worker import Unit, Worker, measurer
 from kvkeep.errors import TaskError
+from kvkeep.hf.pools import make_pool
 from kvkeep.results import Key, ResultLog, row_key
 from kvkeep.tasks.protocols import Sample, Task, Tokenizer
 
@@ -70,11 +72,13 @@ def run(
         for sample, _ in missing():
             worker.check_memory(sample)
         on_rows(len(log), total, "")
-        chosen = make_executor(executor, settings, workers, worker, **options)
-        for rows in chosen.run(missing()):
-            for row in rows:
-                log.append(row)
-                on_rows(len(log), total, row.task)
+        make = partial(measurer, settings, options)
+        # In this process rows come one by one, so that a run which is killed in a sample keeps those that were done.
+        with make_pool(executor, make, workers, worker.rows) as pool:
+            for rows in pool.unordered(missing()):
+                for row in rows:
+                    log.append(row)
+                    on_rows(len(log), total, row.task)
     return Path(folder)
 
 

@@ -58,7 +58,7 @@ def audit(
         max_new_tokens: At most so many for each answer; 0 leaves it to the task.
         haystack: A text file, or a folder of them; the held-out public-domain messages otherwise.
     """
-    from kvkeep.bench.executors import versions
+    from kvkeep.bench.worker import versions
     from kvkeep.hf.models import model_sha256
     from kvkeep.hf.prompting import Prompting
     from kvkeep.lab.audit import Auditor, AuditSettings, summarise

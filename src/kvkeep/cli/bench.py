@@ -9,14 +9,13 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from kvkeep.budget import Budget, parse_bytes
 from kvkeep.cli.loading import load
-from kvkeep.cli.options import Count, Device, Dtype, Flag, Json, ModelName, OptionError, Protocol, Texts
-from kvkeep.cli.output import print_json, stderr, stdout
+from kvkeep.cli.options import Count, Device, Dtype, Flag, Json, ModelName, OptionError, Protocol, Texts, packages
+from kvkeep.cli.output import print_json, progress_bar, stdout
 from kvkeep.errors import near_names
 
 Ratios = Annotated[tuple[float, ...], Parameter(negative="", show_default=False)]
@@ -168,14 +167,8 @@ def report(folder: Path, *, json: Json = False) -> None:
     Args:
         folder: Of the results.
     """
-    try:
+    with packages("a report is made with", "report"):
         from kvkeep.results.report import write_report
-    except ImportError as error:
-        raise OptionError(
-            expected="the packages that a report is made with",
-            received=str(error),
-            remedy='pip install "kvkeep[report]"',
-        ) from None
     page = write_report(folder.expanduser())
     if json:
         print_json({"schema_version": 1, "page": str(page)})
@@ -229,20 +222,7 @@ def _reasoning_tasks(names: tuple[str, ...], data: tuple[str, ...]) -> list[Any]
 @contextmanager
 def progress_of_rows() -> Iterator[Callable[[int, int, str], None]]:
     """A bar with the time left, for a terminal."""
-    console = stderr()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    # Rows come in bursts, one sample after the other: the speed is that of the last minutes.
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal, speed_estimate_period=600
-    ) as bar:
-        shown = bar.add_task("rows", total=None)
+    with progress_bar("rows") as (bar, shown):
         yield lambda done, total, task: bar.update(shown, completed=done, total=total, description=task or "rows")
 
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
-
-from cyclopts import Parameter
+from typing import Any
 
 from kvkeep.cli.bench import progress_of_rows
 from kvkeep.cli.loading import load
-from kvkeep.cli.options import Count, Device, Dtype, Json, ModelName, writable
+from kvkeep.cli.options import Count, Device, Dtype, Json, ModelName, Paths, writable
 from kvkeep.cli.output import print_json, size, stdout
-
-Paths = Annotated[tuple[Path, ...], Parameter(negative="", show_default=False)]
 
 
 def calibrate(

@@ -5,16 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from cyclopts import Parameter
-from cyclopts.validators import Number
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvkeep.budget import parse_bytes
 from kvkeep.cli.bench import Counts, Ratios
 from kvkeep.cli.evolve_output import print_search, record_of, said, watching
 from kvkeep.cli.loading import load
-from kvkeep.cli.options import Count, Device, Dtype, Flag, Json, ModelName, OptionError, Protocol, Texts
+from kvkeep.cli.options import (
+    Count,
+    Device,
+    Dtype,
+    Flag,
+    Json,
+    ModelName,
+    OptionError,
+    Protocol,
+    Texts,
+    Whole,
+    packages,
+)
 from kvkeep.cli.output import note, print_json
 
 if TYPE_CHECKING:
@@ -25,7 +34,6 @@ if TYPE_CHECKING:
     from kvkeep.evolve.promotion import Verdict
 
 TASKS = ("ruler/niah_single_2", "ruler/niah_multikey_1", "ruler/qa_1")
-Seed = Annotated[int, Parameter(validator=Number(gte=0))]
 
 
 def evolve(
@@ -45,7 +53,7 @@ def evolve(
     reconstruction: Flag = False,
     islands: Count = 4,
     generation: Count = 8,
-    seed: Seed = 0,
+    seed: Whole = 0,
     llm: str | None = None,
     base_url: str | None = None,
     token_limit: int | None = None,
@@ -109,14 +117,8 @@ def evolve(
         workers: Of the executor.
         batch_rows: So many samples are read by one forward; more of them want more memory.
     """
-    try:
+    with packages("scores are computed with", "bench"):
         from kvkeep.results import statistics  # noqa: F401
-    except ImportError as error:
-        raise OptionError(
-            expected="the packages that scores are computed with",
-            received=str(error),
-            remedy='pip install "kvkeep[bench]"',
-        ) from None
     from kvkeep.budget import Budget
     from kvkeep.evolve.campaign import Campaign
     from kvkeep.evolve.cascade import Cascade

@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from kvkeep.cli.output import stderr, stdout
+from kvkeep.cli.output import progress_bar, stdout
 
 if TYPE_CHECKING:
     from kvkeep.evolve.controls import Control
@@ -22,19 +21,7 @@ if TYPE_CHECKING:
 @contextmanager
 def watching() -> Iterator[Callable[[str, int, int], None]]:
     """A bar that says what is done now, for a terminal."""
-    console = stderr()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=16),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal, speed_estimate_period=600
-    ) as bar:
-        shown = bar.add_task("", total=None)
+    with progress_bar("") as (bar, shown):
         part = ""
 
         def watch(what: str, done: int, total: int) -> None:

@@ -5,22 +5,18 @@ from __future__ import annotations
 import json as json_module
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from cyclopts import App, Parameter
-from cyclopts.validators import Number
+from cyclopts import App
 from rich.table import Table
 from rich.text import Text
 
 from kvkeep.cli.bench import Counts, progress_of_rows
 from kvkeep.cli.loading import load
-from kvkeep.cli.options import Count, Device, Flag, Json, ModelName, OptionError
+from kvkeep.cli.options import Count, Device, Flag, Json, ModelName, OptionError, Paths, Whole, packages
 from kvkeep.cli.output import print_json, stdout
 
 lab = App(name="lab", help="How far from the best possible choice of keys: rows of attention, sets, the ceiling.")
-
-Paths = Annotated[tuple[Path, ...], Parameter(negative="", show_default=False)]
-Seed = Annotated[int, Parameter(validator=Number(gte=0))]
 
 
 @lab.command
@@ -32,7 +28,7 @@ def rows(
     length: Count = 1024,
     rows: Count = 60,
     documents: Count = 3,
-    seed: Seed = 0,
+    seed: Whole = 0,
     device: Device = "cpu",
     json: Json = False,
 ) -> None:
@@ -145,7 +141,7 @@ def ceiling(
     length: Count = 4096,
     rows: Count = 3000,
     documents: Count = 20,
-    seed: Seed = 0,
+    seed: Whole = 0,
     device: Device = "cpu",
     json: Json = False,
 ) -> None:
@@ -170,15 +166,9 @@ def ceiling(
     from kvkeep.lab.published import PUBLISHED, SOURCE
     from kvkeep.tasks.text import digest_of
 
-    try:
+    with packages("charts are made with", "report"):
         import scipy.stats  # type: ignore[import-untyped]  # noqa: F401  # before the work, not after it
         import vl_convert  # noqa: F401
-    except ImportError as error:
-        raise OptionError(
-            expected="the packages that charts are made with",
-            received=str(error),
-            remedy='pip install "kvkeep[report]"',
-        ) from None
     texts = _documents(text)
     loaded, tokenizer = load(model, dtype="float32", device=device)
     chosen = choose_documents(texts, tokenizer, length, documents)

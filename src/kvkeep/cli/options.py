@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -30,7 +31,9 @@ Device = Annotated[str, Parameter(help="Of torch: cpu, cuda, cuda:1.")]
 Json = Annotated[bool, Parameter(negative="", help="Print one JSON object instead of text.", show_default=False)]
 Flag = Annotated[bool, Parameter(negative="", show_default=False)]
 Texts = Annotated[tuple[str, ...], Parameter(negative="", show_default=False)]
+Paths = Annotated[tuple[Path, ...], Parameter(negative="", show_default=False)]
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
+Whole = Annotated[int, Parameter(validator=Number(gte=0))]  # such as a seed
 
 
 class OptionError(KvkeepError):
@@ -154,3 +157,24 @@ def seeded_policy(text: str, seed: int) -> Any:
     if isinstance(policy, Policy) and hasattr(policy.scorer, "seed") and not re.search(r"\bseed\s*=", text):
         return replace(policy, scorer=replace(policy.scorer, seed=seed))  # type: ignore[type-var]
     return policy
+
+
+@contextmanager
+def packages(purpose: str, extra: str) -> Iterator[None]:
+    """Turn a missing import into what to install.
+
+    Args:
+        purpose: ends "the packages that ...".
+        extra: of kvkeep, which has them.
+
+    Raises:
+        OptionError: something is not installed.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise OptionError(
+            expected=f"the packages that {purpose}",
+            received=str(error),
+            remedy=f'pip install "kvkeep[{extra}]"',
+        ) from None

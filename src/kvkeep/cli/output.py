@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -41,6 +52,29 @@ def print_error(error: KvkeepError, *, as_json: bool) -> None:
     console = stderr()
     console.print(Text(type(error).__name__, style="bold red"))
     console.print(lines)
+
+
+@contextmanager
+def progress_bar(description: str, *left: ProgressColumn, **fields: Any) -> Iterator[tuple[Progress, TaskID]]:
+    """A bar on a terminal, with the time that has gone and the time left; nothing elsewhere.
+
+    Args:
+        description: stands before it at first.
+        left: columns in the place of the time left.
+        fields: of these columns.
+    """
+    console = stderr()
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=18), MofNCompleteColumn(), TimeElapsedColumn())
+    # What is counted comes in bursts, such as the rows of a sample: the speed is that of the last minutes.
+    with Progress(
+        *columns,
+        *(left or (TextColumn("left"), TimeRemainingColumn())),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        speed_estimate_period=600,
+    ) as bar:
+        yield bar, bar.add_task(description, total=None, **fields)
 
 
 def note(text: str) -> None:

@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from cyclopts import App, Parameter
-from cyclopts.validators import Number
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
+from cyclopts import App
+from rich.progress import TextColumn
 
 from kvkeep.cli.bench import progress_of_rows
 from kvkeep.cli.loading import load
-from kvkeep.cli.options import Count, Device, Dtype, Flag, Json, ModelName, OptionError, Texts
-from kvkeep.cli.output import note, print_json, size, stderr, stdout
+from kvkeep.cli.options import Count, Device, Dtype, Flag, Json, ModelName, OptionError, Paths, Texts, Whole, packages
+from kvkeep.cli.output import note, print_json, progress_bar, size, stderr, stdout
 
 train = App(name="train", help="Train a policy on the attention that entries will get: KVpop.")
-
-Paths = Annotated[tuple[Path, ...], Parameter(negative="", show_default=False)]
-Number0 = Annotated[int, Parameter(validator=Number(gte=0))]
 
 
 @train.command
@@ -37,16 +32,16 @@ def kvpop(
     sequences: Count = 256,
     batch: Count = 1,
     pairs: Count = 256,
-    sinks: Number0 = 4,
+    sinks: Whole = 4,
     window: Count | None = None,
     width: Count | None = None,
     inputs: Literal["cached", "unrotated", "position-free"] = "cached",
     learning_rate: float = 1e-3,
     evaluate_every: Count = 32,
     heldout: Count = 4,
-    divergence: Number0 = 1,
+    divergence: Whole = 1,
     checkpoint_every: Count = 8,
-    seed: Number0 = 0,
+    seed: Whole = 0,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     json: Json = False,
@@ -244,14 +239,8 @@ def duration(seconds: float) -> str:
 
 def _page_writer() -> Callable[[Path], Any]:
     """What writes the page; checked before the work, not after it."""
-    try:
+    with packages("curves are drawn with", "report"):
         from kvkeep.learn.curves import write_training_page
-    except ImportError as error:
-        raise OptionError(
-            expected="the packages that curves are drawn with",
-            received=str(error),
-            remedy='pip install "kvkeep[report]"',
-        ) from None
     return write_training_page
 
 
@@ -259,15 +248,7 @@ def _page_writer() -> Callable[[Path], Any]:
 def progress_of_steps() -> Iterator[Callable[[Any], None]]:
     """A bar with the loss and the time left, for a terminal; elsewhere a line at each look."""
     console = stderr()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[left]}"),
-    )
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        shown = bar.add_task("steps", total=None, left="")
+    with progress_bar("steps", TextColumn("{task.fields[left]}"), left="") as (bar, shown):
 
         def on_step(progress: Any) -> None:
             left = f"{duration(progress.seconds_left)} left"

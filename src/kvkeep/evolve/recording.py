@@ -12,21 +12,18 @@ Tensors, for evictable layer `i` (in order) and sliding layer `j`:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvkeep.errors import CacheStateError
 from kvkeep.evolve.context import FEATURES, QUERIES, contexts_of
 from kvkeep.evolve.samples import Asked, Facts
 from kvkeep.hf.cache import KeepCache
+from kvkeep.hf.recorder import Recorder
 from kvkeep.hf.support import CACHE_ARGUMENT, plan_model
-from kvkeep.observation import Needs, Observation
-from kvkeep.policies import Judgement
-from kvkeep.policies.protocols import Scope
+from kvkeep.observation import Needs
 from kvkeep.tasks.protocols import Sample
 
 NEEDS = Needs(queries=QUERIES, rotary=True)  # of the features
@@ -66,15 +63,15 @@ def record(model: Any, sample: Sample, asked: Asked, protocol: str) -> tuple[Fac
     Returns:
         What is known of it, and its tensors on the CPU.
     """
-    listener = _Listener(NEEDS)
+    recorder = Recorder(NEEDS, keeps=True)
     follow = [*asked.prompt, *asked.reference[:-1]]
     whole = len(asked.ids) + len(follow)
-    cache = KeepCache(model, listener, entries=whole, question=asked.question)
+    cache = KeepCache(model, recorder, entries=whole, question=asked.question)
     model(input_ids=_row(model, asked.ids), use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache})
-    text = list(listener.heard)
+    text = list(recorder.observations)
     windows = [layer.snapshot() for layer in cache.sliding_layers]
-    listener.heard.clear()
-    cache.cut_next()  # nothing goes: it lets the listener hear the queries of what follows
+    recorder.observations.clear()
+    cache.cut_next()  # nothing goes: it shows the recorder the queries of what follows
     count = len(asked.reference)
     logits: Tensor = model(
         input_ids=_row(model, follow), use_cache=True, logits_to_keep=count, **{CACHE_ARGUMENT: cache}
@@ -82,7 +79,7 @@ def record(model: Any, sample: Sample, asked: Asked, protocol: str) -> tuple[Fac
     told = torch.tensor(asked.reference, device=logits.device)[:, None]
     full = logits.float().log_softmax(-1).gather(1, told)[:, 0]
     tensors: dict[str, Tensor] = {}
-    for ordinal, (observation, after) in enumerate(zip(text, listener.heard, strict=True)):
+    for ordinal, (observation, after) in enumerate(zip(text, recorder.observations, strict=True)):
         parts = {"keys": observation.keys, "values": observation.values, "queries": observation.queries}
         parts["answering"] = after.queries[:, :, -ANSWERING:]
         tensors |= {f"layers.{ordinal}.{name}": _plain(tensor) for name, tensor in parts.items()}
@@ -121,25 +118,3 @@ def _row(model: Any, ids: Sequence[int]) -> Tensor:
 def _plain(tensor: Tensor) -> Tensor:
     """On the CPU, in memory of its own: a view would keep the whole layer alive, and safetensors refuses it."""
     return tensor.detach().to("cpu", copy=True).contiguous()
-
-
-@dataclass(frozen=True)
-class _Listener:
-    """A policy that keeps everything and remembers what it was shown."""
-
-    asks: Needs
-    heard: list[Observation] = field(default_factory=list, compare=False)
-    name: ClassVar[str] = "listener"
-    scope: ClassVar[Scope] = "layer"
-
-    def needs(self) -> Needs:
-        return self.asks
-
-    def judge(self, observation: Observation) -> Judgement:
-        if observation.keys.shape[0] != 1:
-            raise CacheStateError(expected="one text", received="a batch", remedy="record each text by itself")
-        self.heard.append(observation)
-        return Judgement.of(observation, observation.zeros(), observation.valid)
-
-    def choose(self, judgements: Sequence[Judgement]) -> list[Tensor]:
-        return [judgement.valid for judgement in judgements]

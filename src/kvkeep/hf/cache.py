@@ -48,7 +48,7 @@ from kvkeep.hf.second_pass import check_second_passes, repeat_text
 from kvkeep.hf.seen_tokens import SeenTokens
 from kvkeep.hf.sliding import KeepSlidingLayer, refused_assisted_decoding
 from kvkeep.hf.spans import Span
-from kvkeep.hf.stacking import check_alike, check_one_cap, stack_layers, stack_slots, stack_windows
+from kvkeep.hf.stacking import stack_caches
 from kvkeep.hf.support import check_rotary, plan_model, rope_switch, unwrap
 from kvkeep.observation import Needs, SecondPass
 from kvkeep.policies import Full
@@ -551,34 +551,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             CacheStateError: no caches, an empty one, or caches of different models.
             UnsupportedError: rows of different length, for models with sliding-window layers.
         """
-        for cache in caches:
-            cache.refuse_unusable()
-        check_alike([cache.model for cache in caches], [cache.evictable_layers for cache in caches])
-        if any(cache._online for cache in caches):
-            return cls._stack_online(caches)
-        if len({cache.rerotate_keys for cache in caches}) > 1:
-            raise CacheStateError(
-                expected="caches that all rotate their keys anew, or none of them",
-                received="both kinds",
-                remedy="stack those of each kind by themselves",
-            )
-        stacked = cls(caches[0].model, "full", rerotate_keys=caches[0].rerotate_keys)
-        stack_layers(stacked.keep_layers, [cache.keep_layers for cache in caches])
-        stack_windows(stacked.sliding_layers, [cache.sliding_layers for cache in caches])
-        lengths = [length for cache in caches for length in cache.lengths]
-        stacked.begin_with(lengths, max(cache.get_seq_length() for cache in caches))
-        return stacked
-
-    @classmethod
-    def _stack_online(cls, caches: Sequence[KeepCache]) -> KeepCache:
-        first = caches[0]
-        check_one_cap([(cache.policy, cache.budget, cache.protect) for cache in caches])
-        stacked = cls(first.model, first.policy, budget=first.budget, protect=first.protect)
-        stack_slots(stacked._online_layers, [cache._online_layers for cache in caches])
-        stack_windows(stacked.sliding_layers, [cache.sliding_layers for cache in caches])
-        lengths = [length for cache in caches for length in cache.lengths]
-        stacked.begin_with(lengths, max(cache.get_seq_length() for cache in caches))
-        return stacked
+        return stack_caches(cls, caches)
 
     def begin_with(
         self,
@@ -690,10 +663,6 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def _move_up(self) -> None:
         for layer in self.keep_layers if self.rerotate_keys else ():
             layer.move_up()
-
-    @property
-    def _online_layers(self) -> list[OnlineLayer]:
-        return [layer for layer in self.layers if isinstance(layer, OnlineLayer)]
 
     def _record_all(self) -> None:
         for layer in self.layers:

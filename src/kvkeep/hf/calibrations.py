@@ -5,17 +5,13 @@ A policy that declares `Needs(statistics=...)` gets them layer by layer; `kvkeep
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -24,9 +20,9 @@ from kvkeep.errors import ModelFileError
 from kvkeep.hf.embedded import kvkeep_home
 from kvkeep.hf.models import model_sha256
 from kvkeep.hf.once import once_for_weights
+from kvkeep.store.sealed import read_sealed, write_sealed
 
 SCHEMA_VERSION = 1
-_KEY = "kvkeep-calibration"
 _NAMES = tuple(field.name for field in fields(LayerStatistics))
 
 
@@ -51,19 +47,13 @@ class Calibration:
         """
         path = Path(path).expanduser()
         tensors = {
-            name: torch.stack([getattr(layer, name).float().cpu() for layer in self.layers.values()]).contiguous()
-            for name in _NAMES
+            name: torch.stack([getattr(layer, name).float().cpu() for layer in self.layers.values()]) for name in _NAMES
         }
         tensors["layers"] = torch.tensor(list(self.layers), dtype=torch.int64)
-        text = json.dumps({"schema_version": SCHEMA_VERSION, **self.facts}, sort_keys=True)
-        temporary = path.with_name(path.name + ".partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, temporary, metadata={_KEY: text})
-            temporary.replace(path)
-        except (OSError, SafetensorError) as error:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
+            write_sealed(path, {"schema_version": SCHEMA_VERSION, **self.facts}, tensors)
+        except OSError as error:
             raise ModelFileError(
                 expected="a path that can be written to", received=f"{path}: {error}", remedy="choose another"
             ) from None
@@ -78,10 +68,8 @@ class Calibration:
         """
         path = Path(path).expanduser()
         try:
-            with safe_open(path, framework="pt") as file:
-                facts: dict[str, Any] = json.loads((file.metadata() or {}).get(_KEY, "{}"))
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
-        except (OSError, ValueError, SafetensorError) as error:
+            facts, tensors = read_sealed(path)
+        except ValueError as error:
             raise _unreadable(path, str(error)) from None
         if facts.get("schema_version") != SCHEMA_VERSION:
             raise _unreadable(path, f"schema version {facts.get('schema_version', 'none')}, not {SCHEMA_VERSION}")

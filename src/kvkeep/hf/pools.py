@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from itertools import islice
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -18,12 +19,18 @@ from kvkeep.errors import ResultsError, near_names
 
 Make = Callable[[], Callable[[Any], Any]]
 
+_AHEAD = 2  # units for each worker that are handed out before a result is taken
+
 
 class Pool(Protocol):
     """Works on units somewhere. A context manager: leaving it lets the workers go."""
 
     def map(self, units: Sequence[Any]) -> Iterator[Any]:
         """The result of each unit, in their order."""
+        ...
+
+    def unordered(self, units: Iterable[Any]) -> Iterator[Any]:
+        """The result of each unit as it is done; few units are taken ahead."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -47,6 +54,10 @@ class Serial:
         """The result of each unit, in their order."""
         return map(self._work, units)
 
+    def unordered(self, units: Iterable[Any]) -> Iterator[Any]:
+        """The result of each unit, one after the other."""
+        return map(self._work, units)
+
     def __enter__(self) -> Self:
         return self
 
@@ -66,12 +77,23 @@ class Processes:
 
     def __init__(self, make: Make, workers: int) -> None:
         threads = max(1, torch.get_num_threads() // workers)
+        self._ahead = _AHEAD * workers
         context = multiprocessing.get_context("spawn")
         self._pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start, initargs=(make, threads))
 
     def map(self, units: Sequence[Any]) -> Iterator[Any]:
         """The result of each unit, in their order."""
         return self._pool.map(_work, units)
+
+    def unordered(self, units: Iterable[Any]) -> Iterator[Any]:
+        """The result of each unit as it is done; few units are taken ahead."""
+        waiting = iter(units)
+        running = {self._pool.submit(_work, unit) for unit in islice(waiting, self._ahead)}
+        while running:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                yield future.result()
+                running |= {self._pool.submit(_work, unit) for unit in islice(waiting, 1)}
 
     def __enter__(self) -> Self:
         return self
@@ -110,10 +132,18 @@ class OnRay:
 
     def map(self, units: Sequence[Any]) -> Iterator[Any]:
         """The result of each unit, in their order."""
-        results: Iterator[Any] = self._ray.util.ActorPool(self._actors).map(
-            lambda actor, unit: actor.work.remote(unit), units
-        )
+        results: Iterator[Any] = self._ray.util.ActorPool(self._actors).map(_hand_over, units)
         return results
+
+    def unordered(self, units: Iterable[Any]) -> Iterator[Any]:
+        """The result of each unit as it is done; few units are taken ahead."""
+        waiting, pool = iter(units), self._ray.util.ActorPool(self._actors)
+        for unit in islice(waiting, _AHEAD * len(self._actors)):
+            pool.submit(_hand_over, unit)
+        while pool.has_next():
+            yield pool.get_next_unordered()
+            for unit in islice(waiting, 1):
+                pool.submit(_hand_over, unit)
 
     def __enter__(self) -> Self:
         return self
@@ -157,6 +187,10 @@ class _Actor:
 
     def work(self, unit: Any) -> Any:
         return self._work(unit)
+
+
+def _hand_over(actor: Any, unit: Any) -> Any:
+    return actor.work.remote(unit)
 
 
 _working: Callable[[Any], Any] | None = None

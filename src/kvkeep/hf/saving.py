@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from kvkeep.errors import CacheStateError
 from kvkeep.hf.models import weights_fingerprint
 from kvkeep.hf.policy_table import PolicyLike, table_from_text, table_to_text
 from kvkeep.hf.support import unwrap
-from kvkeep.store.digest import sha256_of
+from kvkeep.store.sealed import read_sealed, write_sealed
 
 if TYPE_CHECKING:
     from kvkeep.hf.cache import KeepCache
@@ -64,13 +61,9 @@ def save(cache: KeepCache, path: Path, *, session: dict[str, Any] | None = None)
         "seen": [sliding.cumulative_length for sliding in cache.sliding_layers],
         "session": session,
     }
-    text = json.dumps(facts)
-    temporary = path.with_name(path.name + ".partial")
     try:
-        save_file(tensors, temporary, metadata={"kvkeep": text, "sha256": sha256_of(text, tensors)})
-        temporary.replace(path)
-    except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
+        write_sealed(path, facts, tensors)
+    except OSError as error:
         raise CacheStateError(
             expected="a path that can be written to", received=f"{path}: {error}", remedy="choose an existing folder"
         ) from None
@@ -132,23 +125,11 @@ def _read_facts(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The facts and the tensors of a file, checked against the hash that was written with them."""
     try:
-        with safe_open(path.expanduser(), framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
-    except (OSError, ValueError, SafetensorError) as error:
-        raise _damaged(path, str(error)) from None
-    text = metadata.get("kvkeep", "")
-    if not text or metadata.get("sha256") != sha256_of(text, tensors):
-        raise _damaged(path, "a file with other bytes than were saved" if text else "a file of something else")
-    facts: dict[str, Any] = json.loads(text)
-    return facts, tensors
-
-
-def _damaged(path: Path, received: str) -> CacheStateError:
-    return CacheStateError(
-        expected="a whole file that KeepCache.save wrote",
-        received=f"{path}: {received}",
-        remedy="save the cache again",
-    )
+        return read_sealed(path.expanduser())
+    except ValueError as error:
+        raise CacheStateError(
+            expected="a whole file that KeepCache.save wrote",
+            received=f"{path}: {error}",
+            remedy="save the cache again",
+        ) from None

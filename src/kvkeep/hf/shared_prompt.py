@@ -8,29 +8,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import reduce
 from operator import or_
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvkeep.budget import Budget
-from kvkeep.errors import CacheStateError, PolicyError
+from kvkeep.errors import PolicyError
 from kvkeep.hf.budgets import cell_budgets, check_kept
 from kvkeep.hf.cache import KeepCache
 from kvkeep.hf.intake import question_spans
 from kvkeep.hf.layers import KeepLayer, cut_together
 from kvkeep.hf.planning import plan_cache
 from kvkeep.hf.policy_table import PolicyLike, policy_table
+from kvkeep.hf.recorder import Recorder
 from kvkeep.hf.repeat_prompt import RepeatPrompt
 from kvkeep.hf.second_pass import score_bytes
 from kvkeep.hf.spans import Span, protected_entries
 from kvkeep.hf.support import CACHE_ARGUMENT, LayerPlan, plan_model
 from kvkeep.observation import Needs, Observation
-from kvkeep.policies import Judgement
-from kvkeep.policies.protocols import Scope, chosen_masks
+from kvkeep.policies.protocols import chosen_masks
 from kvkeep.store import Held
 from kvkeep.store.memory import nbytes
 
@@ -69,7 +68,7 @@ class SharedPrompt:
         self.length = len(ids)
         self.question = question
         self._needs = _needs_of(policies, plan_model(model))
-        recorder = _Recorder(self._needs)
+        recorder = Recorder(self._needs)
         # Whatever the recorder keeps is dropped with this cache; the windows of sliding layers are taken from it.
         cache = KeepCache(model, recorder, entries=1, question=question, repeat_prompt=repeat_prompt)
         started = time.perf_counter()
@@ -203,28 +202,3 @@ def _with_queries(observation: Observation, count: int | None) -> Observation:
     return replace(
         observation, queries=observation.queries[:, :, last], query_positions=observation.query_positions[:, last]
     )
-
-
-@dataclass(frozen=True)
-class _Recorder:
-    """A policy without an opinion, which keeps what it was shown."""
-
-    asks: Needs
-    observations: list[Observation] = field(default_factory=list, compare=False)
-    name: ClassVar[str] = "recorder"
-    scope: ClassVar[Scope] = "layer"
-
-    def needs(self) -> Needs:
-        return self.asks
-
-    def judge(self, observation: Observation) -> Judgement:
-        if observation.keys.shape[0] != 1:
-            raise CacheStateError(expected="one text", received="a batch", remedy="share each text by itself")
-        queries = observation.queries
-        if nbytes(queries) > queries.numel() * queries.itemsize:  # a view would keep those of the whole text alive
-            observation = replace(observation, queries=queries.clone(memory_format=torch.contiguous_format))
-        self.observations.append(observation)
-        return Judgement.of(observation, observation.zeros(), observation.protected_or_none())
-
-    def choose(self, judgements: Sequence[Judgement]) -> list[Tensor]:
-        return [judgement.positions == 0 for judgement in judgements]

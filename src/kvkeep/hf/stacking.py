@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,34 @@ from kvkeep.hf.spans import Span
 from kvkeep.store import RaggedLayer, SlotLayer
 from kvkeep.store.prefix import Prefix
 from kvkeep.store.tail import Tail
+
+if TYPE_CHECKING:
+    from kvkeep.hf.cache import KeepCache
+
+
+def stack_caches(kind: type[KeepCache], caches: Sequence[KeepCache]) -> KeepCache:
+    """The rows of several caches as one cache; see `KeepCache.stack`."""
+    for cache in caches:
+        cache.refuse_unusable()
+    check_alike([cache.model for cache in caches], [cache.evictable_layers for cache in caches])
+    first = caches[0]
+    if any(cache.is_online for cache in caches):
+        check_one_cap([(cache.policy, cache.budget, cache.protect) for cache in caches])
+        stacked = kind(first.model, first.policy, budget=first.budget, protect=first.protect)
+        stack_slots(_online_layers(stacked), [_online_layers(cache) for cache in caches])
+    else:
+        if len({cache.rerotate_keys for cache in caches}) > 1:
+            raise CacheStateError(
+                expected="caches that all rotate their keys anew, or none of them",
+                received="both kinds",
+                remedy="stack those of each kind by themselves",
+            )
+        stacked = kind(first.model, "full", rerotate_keys=first.rerotate_keys)
+        stack_layers(stacked.keep_layers, [cache.keep_layers for cache in caches])
+    stack_windows(stacked.sliding_layers, [cache.sliding_layers for cache in caches])
+    lengths = [length for cache in caches for length in cache.lengths]
+    stacked.begin_with(lengths, max(cache.get_seq_length() for cache in caches))
+    return stacked
 
 
 def stack_layers(target: Sequence[KeepLayer], sources: Sequence[Sequence[KeepLayer]]) -> None:
@@ -102,6 +130,10 @@ def check_one_cap(kinds: Sequence[tuple[PolicyLike, Budget, Sequence[Span]]]) ->
             received=", ".join(f"{policy} with {budget}" for policy, budget, _ in sorted(texts)),
             remedy="stack those of each kind by themselves, or give one cache all rows with the first text",
         )
+
+
+def _online_layers(cache: KeepCache) -> list[OnlineLayer]:
+    return [layer for layer in cache.evictable_layers if isinstance(layer, OnlineLayer)]
 
 
 def _kind(store: RaggedLayer | SlotLayer) -> tuple[torch.device, torch.dtype]:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from kvkeep.errors import ModelFileError
-from kvkeep.store.digest import sha256_of
+from kvkeep.store.sealed import read_sealed, write_sealed
 
 FILE = "checkpoint.safetensors"
 
@@ -37,15 +33,7 @@ def write_checkpoint(
     for index, state in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in state.items()}
     tensors |= {f"more.{name}": tensor for name, tensor in more.items()}
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    text = json.dumps(dict(facts), sort_keys=True)
-    content = save(tensors, metadata={"kvkeep": text, "sha256": sha256_of(text, tensors)})
-    draft = folder / f".{FILE}.new"
-    with draft.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, folder / FILE)
+    write_sealed(folder / FILE, facts, tensors)
 
 
 def read_checkpoint(
@@ -63,12 +51,7 @@ def read_checkpoint(
     if not path.exists():
         return None
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
-        text = metadata.get("kvkeep", "")
-        if metadata.get("sha256") != sha256_of(text, tensors):
-            raise ValueError("other bytes than were saved")
+        facts, tensors = read_sealed(path)
         module.load_state_dict(_behind("module.", tensors))
         given = optimizer.state_dict()
         state: dict[int, dict[str, Tensor]] = {}
@@ -76,13 +59,12 @@ def read_checkpoint(
             index, _, key = name.partition(".")
             state.setdefault(int(index), {})[key] = tensor
         optimizer.load_state_dict({**given, "state": state})
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (ValueError, RuntimeError) as error:
         raise ModelFileError(
             expected="the whole checkpoint of this run",
             received=f"{path}: {error}",
             remedy="remove it to begin again, or choose another folder",
         ) from None
-    facts: dict[str, Any] = json.loads(text)
     return facts, _behind("more.", tensors)
 
 

@@ -11,8 +11,6 @@ from typing import Any, Self
 import torch
 from huggingface_hub import PyTorchModelHubMixin, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kvkeep.errors import KvkeepError, ModelFileError
@@ -23,7 +21,7 @@ from kvkeep.learn.scorers.linear import LinearScorer
 from kvkeep.learn.scorers.mlp import MLPScorer
 from kvkeep.learn.scorers.mlstm import MLSTMScorer
 from kvkeep.learn.scorers.zero import ZeroScorer
-from kvkeep.store.digest import sha256_of
+from kvkeep.store.sealed import read_sealed, write_sealed
 
 SCHEMA_VERSION = 1
 FILE = "model.safetensors"  # the name that the hub expects
@@ -130,14 +128,9 @@ class KVpopScorer(nn.Module, PyTorchModelHubMixin, library_name="kvkeep", tags=[
             "config": self.config.to_dict(),
             "model": asdict(self.shape),
         }
-        text = json.dumps(facts, sort_keys=True)
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
-        temporary = save_directory / (FILE + ".partial")
         try:
-            save_file(tensors, temporary, metadata={"kvkeep": text, "sha256": sha256_of(text, tensors)})
-            temporary.replace(save_directory / FILE)
-        except (OSError, SafetensorError) as error:
-            temporary.unlink(missing_ok=True)
+            write_sealed(save_directory / FILE, facts, self.state_dict())
+        except OSError as error:
             raise ModelFileError(
                 expected="a folder that can be written to",
                 received=f"{save_directory}: {error}",
@@ -187,17 +180,11 @@ class KVpopScorer(nn.Module, PyTorchModelHubMixin, library_name="kvkeep", tags=[
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Facts and tensors of a file, checked against the hash that was written with them."""
+    """Facts and tensors of a scorer's file."""
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
-    except (OSError, ValueError, SafetensorError) as error:
+        facts, tensors = read_sealed(path)
+    except ValueError as error:
         raise _damaged(path, str(error)) from None
-    text = metadata.get("kvkeep", "")
-    if not text or metadata.get("sha256") != sha256_of(text, tensors):
-        raise _damaged(path, "a file with other bytes than were saved" if text else "a file of something else")
-    facts: dict[str, Any] = json.loads(text)
     if facts.get("schema_version") != SCHEMA_VERSION or not {"config", "model"} <= facts.keys():
         raise ModelFileError(
             expected=f"a scorer file of schema version {SCHEMA_VERSION}",
