@@ -5,6 +5,7 @@ Both are policies without an opinion: a KeepCache shows them every layer, whatev
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -64,7 +65,7 @@ class Moments:
 
 
 @dataclass(frozen=True)
-class Watch:
+class Watch(ABC):
     """A policy without an opinion, which looks at every layer that it is shown; its children say what they note."""
 
     name: ClassVar[str] = "watch"
@@ -74,9 +75,9 @@ class Watch:
         """All queries, and the rotation to undo."""
         return Needs(queries=None, rotary=True)
 
+    @abstractmethod
     def note(self, observation: Observation) -> None:
         """Look at a layer."""
-        raise NotImplementedError
 
     def judge(self, observation: Observation) -> Judgement:
         """All entries alike."""
