@@ -27,7 +27,7 @@ from kvpress_side import Kvpress, add_arguments, kvpress_side
 from models import embedded_model
 
 from kvkeep import Budget
-from kvkeep.bench.executors import Worker
+from kvkeep.bench.worker import Worker
 from kvkeep.bench.settings import Settings
 from kvkeep.hf.prompting import Prompting
 from kvkeep.results import FULL, Row
