@@ -130,7 +130,7 @@ def compare(
     cascade.measure_yardstick()
     pool = samples.of("stage1", "stage2")
     asked = tokens_of(pool, settings, tokenizer)
-    contexts = [c for split in ("probe", "stage1", "stage2") for c in cascade.contexts(split)]  # type: ignore[arg-type]
+    contexts = [c for split in ("probe", "stage1", "stage2") for c in cascade.contexts(split)]
     taken: dict[str, list[float]] = {"cascade, a candidate": [], "plain, a candidate": []}
     guard, bare, whole, difference = 0.0, 0.0, 0.0, 0.0
     for group in np.array_split(np.arange(len(programs)), groups):

@@ -31,7 +31,8 @@ def ragged_layer(entries: int, dtype: torch.dtype) -> RaggedLayer:
     layer.append(keys, values, torch.arange(longest)[None])
     counts = torch.tensor([int(entries * share) for share in SHARES])
     layer.cut(layer.held([longest]), [torch.arange(longest) < counts[None, :, None]])
-    layer.append(*(torch.randn(1, KV_HEADS, 1, SIZE).to(dtype) for _ in range(2)), torch.tensor([[longest]]))
+    key, value = (torch.randn(1, KV_HEADS, 1, SIZE).to(dtype) for _ in range(2))
+    layer.append(key, value, torch.tensor([[longest]]))
     return layer
 
 

@@ -7,6 +7,7 @@ object: kvkeep hands other caches to the model's own implementation.
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import torch
 from harness import Claim, alternate, arguments, median, report, require_parity, show
@@ -36,8 +37,8 @@ def main() -> None:
         )
         taken = alternate(
             {
-                "KeepCache": lambda kept=kept: step(model, kept, token),  # type: ignore[misc]
-                "DynamicCache": lambda dense=dense: step(model, dense, token),  # type: ignore[misc]
+                "KeepCache": partial(step, model, kept, token),
+                "DynamicCache": partial(step, model, dense, token),
             },
             options.runs,
         )

@@ -27,7 +27,7 @@ from single_layers import Layer, as_file, layers_of
 from torch import Tensor
 
 import kvkeep
-from kvkeep.policies import parse_policy
+from kvkeep.policies import PromptPolicy, parse_prompt_policy
 
 LENGTH, RATIO, WINDOW, KERNEL = 4096, 0.75, 64, 5
 LAYERS = (0, 7, 13, 19, 25, 29)
@@ -58,8 +58,8 @@ def press(name: str) -> dict[str, Any]:
     return {"name": SAME[name], "ratio": RATIO, "window": WINDOW, "kernel": KERNEL}
 
 
-def policy(name: str) -> Any:
-    return parse_policy(f"{SAME[name]}[window={WINDOW},kernel={KERNEL}]")
+def policy(name: str) -> PromptPolicy:
+    return parse_prompt_policy(f"{SAME[name]}[window={WINDOW},kernel={KERNEL}]")
 
 
 def check(layers: Sequence[Layer], kvpress: Kvpress) -> None:

@@ -4,8 +4,9 @@
 which look at as many queries (64); both sides are given the same tensors. That ChunkKV's scores are the same on both
 sides is checked first; FRC's are compared with its formula in the tests.
 
-The claim's 100 runs of both lengths take over an hour on two cores: `--runs 10` takes ten minutes, and the report says
-what was run. With `--quick`, prefills are of 1,024 tokens only.
+The claim's 100 runs of both lengths take an hour on two cores. `--record DIR` keeps every prefill, and the same command
+goes on with those that are missing; `--runs 10` measures fewer, and the report says what was run. With `--quick`,
+prefills are of 1,024 tokens only.
 
     python benchmarks/frc_latency.py --kvpress PATH_TO_PYTHON
 """
@@ -16,27 +17,30 @@ import argparse
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Claim, Milliseconds, alternate, arguments, median, report, require_parity, show
+from harness import Claim, Milliseconds, alternate, arguments, median, report, require_parity, show, sittings_in
 from kvpress_side import PAUSE, Kvpress, add_arguments, kvpress_side
 from models import embedded_model, prefill, random_prompt
 from single_layers import Layer, as_file, layers_of
 from transformers import DynamicCache
 
 import kvkeep
-from kvkeep.policies import parse_policy
+from kvkeep.policies import parse_prompt_policy
+from kvkeep.results.keyed import KeyedLog
 
 LENGTHS = (1024, 4096)
 RATIO, WINDOW, KERNEL = 0.75, 64, 5
 LAYERS = (0, 7, 13, 19, 25, 29)
 POLICIES = {"FRC": "frc", "ChunkKV": "chunkkv", "SnapKV": "snapkv"}
-CHUNKKV = parse_policy(f"chunkkv[window={WINDOW},kernel={KERNEL}]")
+CHUNKKV = parse_prompt_policy(f"chunkkv[window={WINDOW},kernel={KERNEL}]")
 PRESS = {"name": "chunkkv", "ratio": RATIO, "window": WINDOW, "kernel": KERNEL}
 
 
-def prefills(model: Any, length: int, runs: int) -> dict[str, float]:
+def prefills(model: Any, length: int, runs: int, sittings: KeyedLog | None) -> dict[str, float]:
     """Print the times of a prefill with each policy; the means as shares of the mean without any."""
     tokens = random_prompt(model, length)
 
@@ -46,7 +50,7 @@ def prefills(model: Any, length: int, runs: int) -> dict[str, float]:
         return lambda: prefill(model, kvkeep.KeepCache(model, policy, compression_ratio=RATIO), tokens)
 
     sides = {"none": run(None), **{name: run(policy) for name, policy in POLICIES.items()}}
-    taken = alternate(sides, runs, warm_up=1, progress=f"{length} tokens")
+    taken = alternate(sides, runs, warm_up=1, progress=f"{length} tokens", sittings=sittings)
     print(f"\na prefill of {length} tokens (ms)")
     print(f"  {'':<10} {'mean':>10} {'std':>9} {'median':>10} {'min':>10} {'max':>10}   to none")
     means = {name: statistics.mean(values) for name, values in taken.items()}
@@ -75,7 +79,7 @@ def scores(model: Any, kvpress: Kvpress, length: int, runs: int) -> dict[str, fl
     layers = layers_of(model, random_prompt(model, length), LAYERS)
     kvpress.ask("load", tensors=kvpress.hand_over(as_file(layers)))
     check(layers, kvpress, length)
-    frc = parse_policy("frc")
+    frc = parse_prompt_policy("frc")
 
     def turns(side: Callable[[int], Milliseconds]) -> Callable[[], Milliseconds]:
         places = itertools.cycle(range(len(layers)))
@@ -112,14 +116,16 @@ def main() -> None:
     claim = Claim.read("frc_latency")
     parser = argparse.ArgumentParser(description=claim.cell)
     add_arguments(parser)
+    parser.add_argument("--record", type=Path, metavar="DIR", help="keep the prefills here, and go on from those")
     options = arguments(claim, parser, quick_runs=5)
-    ratios = {}
+    ratios: dict[str, float] = {}
     model, _ = embedded_model()
     with kvpress_side(options) as kvpress:
         for length in LENGTHS:
             ratios |= scores(model, kvpress, length, options.runs)
-    for length in LENGTHS[:1] if options.quick else LENGTHS:
-        ratios |= prefills(model, length, options.runs)
+    with sittings_in(options.record, claim, options.threads) if options.record else nullcontext() as sittings:
+        for length in LENGTHS[:1] if options.quick else LENGTHS:
+            ratios |= prefills(model, length, options.runs, sittings)
     report(claim, ratios, runs=options.runs)
 
 

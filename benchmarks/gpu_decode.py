@@ -106,7 +106,7 @@ class Sides:
 
 def graph(calls: Callable[[], None]) -> Callable[[], None]:
     """The same work without the host's part in it."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         calls()
     stream.synchronize()
@@ -121,7 +121,7 @@ def alternate(sides: dict[str, Callable[[], None]]) -> dict[str, float]:
     taken: dict[str, list[float]] = {name: [] for name in sides}
     for run in range(-3, RUNS):
         for name, calls in sides.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
             begin.record()
             calls()

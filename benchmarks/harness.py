@@ -17,10 +17,13 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from kvkeep.results.keyed import KeyedLog
 
 CLAIMS = Path(__file__).with_name("claims.toml")
 
@@ -68,6 +71,12 @@ class Claim:
         return None
 
 
+def sittings_in(folder: Path, claim: Claim, threads: int) -> KeyedLog:
+    """Turns of a measurement that is too long for one sitting; another claim, version or machine is another folder."""
+    versions = {name: version(name) for name in ("kvkeep", "torch", "transformers")}
+    return KeyedLog(folder, {"claim": claim.cell, "threads": threads, "machine": platform.machine(), **versions})
+
+
 class Milliseconds(float):
     """What a side returns that has measured itself, in another process for instance."""
 
@@ -93,7 +102,13 @@ def arguments(
 
 
 def alternate(
-    sides: Mapping[str, Callable[[], object]], runs: int, *, warm_up: int = 2, pause: float = 0, progress: str = ""
+    sides: Mapping[str, Callable[[], object]],
+    runs: int,
+    *,
+    warm_up: int = 2,
+    pause: float = 0,
+    progress: str = "",
+    sittings: KeyedLog | None = None,
 ) -> dict[str, list[float]]:
     """Milliseconds of each run of each side, in turns of random order, so that a noisy minute hits all of them.
 
@@ -103,21 +118,31 @@ def alternate(
         warm_up: runs before, which do not count.
         pause: seconds before each run, so that the threads of a side in another process have stopped spinning.
         progress: what to call this on a terminal.
+        sittings: turns of earlier sittings under the same `progress`, which count; turns of this one are added.
     """
     taken: dict[str, list[float]] = {name: [] for name in sides}
     order, shuffle = list(sides.items()), random.Random(0)
-    for run in range(-warm_up, runs):
+    former = {} if sittings is None else {record["key"]: record["ms"] for record in sittings.records}
+    missing = [run for run in range(runs) if f"{progress} {run}" not in former]
+    for run in (*range(-warm_up, 0), *missing) if missing else ():
         shuffle.shuffle(order)  # what a side finds in the processor's cache depends on the side before it
+        turn = {}
         for name, side in order:
             if pause:
                 time.sleep(pause)
             started = time.perf_counter()
             result = side()
             needed = 1000 * (time.perf_counter() - started)
-            if run >= 0:
-                taken[name].append(float(result) if isinstance(result, Milliseconds) else needed)
+            turn[name] = float(result) if isinstance(result, Milliseconds) else needed
+        if run >= 0:
+            former[f"{progress} {run}"] = turn
+            if sittings is not None:
+                sittings.append({"key": f"{progress} {run}", "ms": turn})
         if progress and sys.stderr.isatty():
             print(f"\r{progress}: {max(0, run + 1)}/{runs}", end="" if run + 1 < runs else "\n", file=sys.stderr)
+    for run in range(runs):
+        for name in sides:
+            taken[name].append(former[f"{progress} {run}"][name])
     return taken
 
 

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.metadata import version
 from typing import Any
 
@@ -38,10 +39,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 
-def press_of(description: dict[str, Any] | None) -> BasePress | None:
-    """`{"name": ..., "ratio": ..., "window": ..., "kernel": ...}`; None for no press."""
-    if description is None:
-        return None
+def press_of(description: dict[str, Any]) -> BasePress:
+    """`{"name": ..., "ratio": ..., "window": ..., "kernel": ...}`."""
     snapkv = SnapKVPress(description["ratio"], window_size=description["window"], kernel_size=description["kernel"])
     wrapped = {
         "snapkv": lambda: snapkv,
@@ -93,12 +92,12 @@ class Worker:
         Args:
             cache: its name.
             tokens: a file with `tokens [1, L]`.
-            press: see `press_of`.
+            press: see `press_of`; None for no press.
             save: a file to write the last logits to, and `kept [layers, H_kv, L]` where the press masks heads.
         """
         ids = load_file(tokens)["tokens"]
         self.forget(cache)
-        filled, acting = DynamicCache(), press_of(press)
+        filled = DynamicCache()
 
         def run() -> Tensor:
             logits: Tensor = self.model(input_ids=ids, past_key_values=filled, use_cache=True, logits_to_keep=1).logits
@@ -107,19 +106,17 @@ class Worker:
         for attention in self.attentions:
             attention.masked_key_indices = None
         started = time.perf_counter()
-        if acting is None:
+        with nullcontext() if press is None else press_of(press)(self.model):
             logits = run()
-        else:
-            with acting(self.model):
-                logits = run()
         milliseconds = 1000 * (time.perf_counter() - started)
         masked = [getattr(attention, "masked_key_indices", None) for attention in self.attentions]
         self.caches[cache], self.masked[cache], self.lengths[cache] = filled, masked, ids.shape[1]
         if save is not None:
             tensors = {"logits": logits[0, -1].clone()}
-            if all(m is not None for m in masked):
+            indices = [m for m in masked if m is not None]
+            if len(indices) == len(masked):
                 tensors["kept"] = torch.stack(
-                    [self._kept(layer, m) for layer, m in zip(filled.layers, masked, strict=True)]
+                    [self._kept(layer, m) for layer, m in zip(filled.layers, indices, strict=True)]
                 )
             save_file(tensors, save)
         return {

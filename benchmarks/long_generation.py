@@ -8,6 +8,7 @@ ones; their numbers do not change what they cost. All lengths take turns, so tha
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from kvkeep.learn import KVpopConfig, KVpopScorer
 from kvkeep.learn.policy import KVpop
 from kvkeep.learn.traces import shape_of
 from kvkeep.policies.online import Arrivals, State
+from kvkeep.store import SlotLayer
 
 ENTRIES = 512
 LENGTHS = (1024, 2048, 8192, 32768, 131072)
@@ -42,8 +44,9 @@ def far_on(model: Any, policy: KVpop, prompt: torch.Tensor, length: int) -> Keep
     cache = KeepCache(model, policy, entries=ENTRIES)
     prefill(model, cache, prompt)
     for layer in cache.evictable_layers:
-        layer.store.lengths = [length]
-    cache._progress.lengths, cache._progress.columns = [length], length
+        if isinstance(layer.store, SlotLayer):
+            layer.store.lengths = [length]
+    cache.begin_with([length], length)
     return cache
 
 
@@ -63,7 +66,7 @@ def main() -> None:
     require_parity("logits, a new scorer and StreamingLLM of as many entries", difference, 1e-2)
 
     caches = {length: far_on(model, policy, prompt, length) for length in LENGTHS}
-    sides = {f"{length} tokens": lambda c=caches[length]: step(model, c, token) for length in LENGTHS}
+    sides = {f"{length} tokens": partial(step, model, caches[length], token) for length in LENGTHS}
     held = [caches[length].ledger.held_bytes for length in LENGTHS]
     runs = max(50, options.runs)
     alternate(sides, 1, warm_up=1)
@@ -84,7 +87,7 @@ def main() -> None:
             continue
         full = dense_cache(model, length)
         steps = 5 if length > 100_000 else 15
-        full_taken = alternate({"full cache": lambda full=full: step(model, full, token)}, steps, warm_up=1)
+        full_taken = alternate({"full cache": partial(step, model, full, token)}, steps, warm_up=1)
         show(f"full cache, {length} tokens", full_taken)
         ratios[f"full cache, {length} tokens"] = median(full_taken["full cache"]) / medians[length]
     report(claim, ratios, held_bytes=held[0])

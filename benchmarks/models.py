@@ -50,7 +50,7 @@ def kept_cache(model: Any, length: int, compression_ratio: float) -> kvkeep.Keep
             generator = torch.Generator().manual_seed(layer.index)
             order = torch.rand(held.valid.shape, generator=generator).argsort(-1).argsort(-1)
             layer.store.cut([held], [order < counts[None, :, None]])
-    cache._progress.lengths, cache._progress.columns, cache._cuts = [length], length, 1
+    cache.begin_with([length], length)
     return cache
 
 

@@ -43,7 +43,8 @@ def random_llama() -> Any:
 def run(model: Any, cache: KeepCache, chunk: int) -> int:
     """Feed the prompt; the peak, after a check of what is held against the storages."""
     ids = torch.randint(3, 512, (1, LENGTH), generator=torch.Generator().manual_seed(0))
-    for part in ids.split(chunk, dim=1):
+    for start in range(0, LENGTH, chunk):
+        part = ids[:, start : start + chunk]
         model(part, use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache})
         alive = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()

@@ -27,10 +27,10 @@ from kvpress_side import Kvpress, add_arguments, kvpress_side
 from models import embedded_model
 
 from kvkeep import Budget
-from kvkeep.bench.worker import Worker
 from kvkeep.bench.settings import Settings
+from kvkeep.bench.worker import Worker
 from kvkeep.hf.prompting import Prompting
-from kvkeep.results import FULL, Row
+from kvkeep.results import FULL
 from kvkeep.tasks.protocols import Sample
 from kvkeep.tasks.registry import task
 
@@ -113,7 +113,7 @@ def ask_kvpress(kvpress: Kvpress, sample: Sample) -> tuple[dict[tuple[str, float
 def ask_kvkeep(worker: Worker, sample: Sample) -> tuple[dict[tuple[str, float], str], float]:
     """The same of kvkeep."""
     started = time.perf_counter()
-    rows: list[Row] = worker.measure((sample, frozenset()))
+    rows = list(worker.rows((sample, frozenset())))
     spent = 1000 * (time.perf_counter() - started)
     names = {ours: theirs for theirs, ours in POLICIES.items()}
     answers = {

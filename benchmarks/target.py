@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,17 +34,17 @@ def tensors(length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def dense(queries: Tensor, keys: Tensor, lse: Tensor) -> Tensor:
     """The same numbers from the whole matrix."""
     length = queries.shape[2]
-    logits = queries @ keys.repeat_interleave(HEADS // KV_HEADS, dim=1).transpose(-1, -2) * SIZE**-0.5
+    logits: Tensor = queries @ keys.repeat_interleave(HEADS // KV_HEADS, dim=1).transpose(-1, -2) * SIZE**-0.5
     counted = torch.ones(length, length, dtype=torch.bool).tril(-WINDOW)
     probabilities = (logits - lse[..., None]).exp().masked_fill_(~counted, 0)
     return (probabilities.sum(-2) / (length - WINDOW - torch.arange(length)).clamp(min=1)).log()[..., :-WINDOW]
 
 
-class Alive(TorchDispatchMode):
+class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The most bytes that were alive at once of storages that came into being meanwhile."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._known: set[int] = set()
 
@@ -71,7 +72,8 @@ class Alive(TorchDispatchMode):
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    with Alive() as alive:
+    alive = Alive()
+    with alive:
         call()
     return alive.peak
 
@@ -114,8 +116,10 @@ def main() -> None:
         taken["causal attention"]
     )
 
-    longer, shorter = (tensors(length) for length in (LONG, LONG // 2))
-    peaks = [peak_bytes(lambda t=t: future_log_mass(t[0], t[1], t[3], WINDOW)) for t in (longer, shorter)]
+    peaks = []
+    for length in (LONG, LONG // 2):
+        queries, keys, _, lse = tensors(length)
+        peaks.append(peak_bytes(partial(future_log_mass, queries, keys, lse, WINDOW)))
     matrix = HEADS * LONG**2 * 4
     print(f"\npeak bytes: {peaks[0]:,} for {LONG} tokens, {peaks[1]:,} for half of them; the matrix has {matrix:,}")
     ratios[f"peak bytes, {LONG} over {LONG // 2} tokens"] = peaks[0] / peaks[1]

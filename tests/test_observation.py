@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvkeep import observation as module
 from kvkeep.errors import PolicyError
-from kvkeep.observation import Needs, Rotary, SecondPass, smooth
+from kvkeep.observation import Needs, Rotary, SecondPass, attention, smooth
 from kvkeep.testing import ordinary_rotary, random_observation
 
 SHAPES = [
@@ -59,7 +58,7 @@ def test_attention_rows(shape, window):
 @pytest.mark.parametrize("elements", [1, 10**9])
 def test_queries_whose_past_is_gone_look_at_nothing(monkeypatch, elements):
     """They are left over from an earlier chunk, and the entries before them were evicted; in some cells, here."""
-    monkeypatch.setattr(module, "_BLOCK_ELEMENTS", elements)
+    monkeypatch.setattr(attention, "_BLOCK_ELEMENTS", elements)
     whole = random_observation(length=37, batch=2, seed=4)
     first = whole.positions < torch.tensor([0, 9])[:, None, None]
     gone = first & (torch.arange(whole.keys.shape[1]) == 0)[None, :, None]
@@ -98,7 +97,7 @@ def test_blocks_change_nothing(monkeypatch, elements):
     shape = {"length": 40, "batch": 2, "ragged": True}
     whole = random_observation(**shape)
     expected = whole.attention_rows(7), whole.accumulated_attention()
-    monkeypatch.setattr(module, "_BLOCK_ELEMENTS", elements)
+    monkeypatch.setattr(attention, "_BLOCK_ELEMENTS", elements)
     cut = random_observation(**shape)
     blocks = list(cut._probabilities(0))
     assert max(block.numel() for block in blocks) <= max(elements, 2 * 4 * cut.keys.shape[2])

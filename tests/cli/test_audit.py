@@ -40,6 +40,8 @@ def test_tables_rows_and_json(audit, tmp_path):
         "Question hidden",
         "rows of the document",
         "answers in",
+        "ragged - not-enforced",
+        "visible - document",
     ):
         assert words in ran.out
     rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
@@ -50,9 +52,17 @@ def test_tables_rows_and_json(audit, tmp_path):
     assert record["masking"]["compared"] == 2 * 4
 
 
+def test_other_tasks(audit):
+    record = audit("--task", "niah", "--json").json
+    assert record["weights"] == []  # no text by itself
+    assert {s["kl_text"] for s in record["stored"]} == {None}
+    assert {c["name"] for c in record["contrasts"]} == {"enforcement", "cap", "visibility", "ranking"}
+
+
 @pytest.mark.parametrize(
     ("words", "policy", "said"),
     [
+        (("--task", "niahh"), "snapkv", "did you mean 'niah'"),
         ((), "snapvk", "did you mean 'snapkv'"),
         ((), "full", "at least one policy that evicts"),
         (("--compression-ratio", 1.5), "snapkv", "below 1"),

@@ -16,6 +16,10 @@ from kvkeep.cli import main
         (["run", "--question", "Why?", "--policy", "snapkv", "--compression-ratio", "1.5"], "BudgetError"),
         (["run", "--question", "Why?", "--policy", "snapkv", "--entries", "3", "--bytes", "1MiB"], "BudgetError"),
         (["run", "--question", "Why?", "--policy", "snapvk", "--entries", "3"], "PolicyError"),
+        (
+            ["run", "--question", "Why?", "--policy", "online-h2o", "--entries", "9", "--rerotate-keys"],
+            "CacheStateError",
+        ),
         (["demo", "--compression-ratio", "0.5", "--compression-ratio", "1.5"], "BudgetError"),
         (["demo", "--policy", "snapkv+adda"], "PolicyError"),
     ],

@@ -17,6 +17,7 @@ KEYS = {
     "policy",
     "budget",
     "protocol",
+    "rerotate_keys",
     "prompt_tokens",
     "answers",
     "cache",
@@ -180,6 +181,7 @@ def test_a_cache_may_be_saved_without_a_question(run, kvkeep, folder, tmp_path):
         (("--load-cache", "FILE", "--protocol", "query-aware", "--question", "x"), "--protocol"),
         (("--load-cache", "FILE", "--compare-full", "--question", "x"), "--compare-full"),
         (("--load-cache", "FILE", "--seed", 1, "--question", "x"), "--seed"),
+        (("--load-cache", "FILE", "--rerotate-keys", "--question", "x"), "--rerotate-keys"),
         (("--load-cache", "FILE"), "no --question"),
         (("--load-cache", "TEXT", "--question", "x"), "a whole file that KeepCache.save wrote"),
         (("--context", "TEXT", "--entries", 3, "--question", "x"), "no --policy"),
@@ -231,3 +233,24 @@ def test_chunks_hold_the_peak_down(run):
     refused = run(*words, "--chunk-tokens", 20, "--protocol", "query-aware", **budget)
     assert refused.status == 2
     assert "query-aware with --chunk-tokens" in refused.out
+
+
+def test_keys_may_be_rotated_anew(run, kvkeep, folder, tmp_path):
+    file = tmp_path / "cut.safetensors"
+    words = ("--rerotate-keys", "--compare-full", "--save-cache", file)
+    ran = run("--question", "When?", *words, policy="streaming-llm")
+    check_text(ran)
+    for word in ("keys rotated anew", "state"):
+        assert word in ran.out
+    record = run("--question", "When?", *words, "--json", policy="streaming-llm").json
+    assert record["rerotate_keys"] is True
+    assert record["cache"]["state_bytes"] == record["cache"]["payload_bytes"] // 2  # the moved keys
+    assert record["full"]["cache"]["state_bytes"] == 0
+    loaded = kvkeep(
+        "run", "--model", folder, "--load-cache", file, "--question", "When?", "--max-new-tokens", 6, "--json"
+    )
+    assert loaded.json["rerotate_keys"] is True
+    assert loaded.json["answers"] == record["answers"]
+    plain = run("--question", "When?", "--json", policy="streaming-llm").json
+    assert plain["rerotate_keys"] is False
+    assert plain["cache"]["state_bytes"] == 0

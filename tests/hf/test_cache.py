@@ -60,7 +60,7 @@ def test_queries_that_wait_for_the_end_of_a_prompt_are_held_bytes(policy: str) -
     for _ in range(2):
         feed(model, cache, 60)
         gc.collect()
-        waiting = [t for layer in cache.keep_layers for q, p, v in layer._queries for t in (q, p) if t is not None]
+        waiting = [t for layer in cache.keep_layers for t in layer._queries.tensors()]
         stored = [t for layer in cache.keep_layers for t in layer.store.tensors().values()]
         held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in [*waiting, *stored]}
         # Positions of a chunk are the same for all layers; each layer counts them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -13,14 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvkeep import Budget, CacheStateError, KeepCache, UnsupportedError
+from kvkeep import Budget, CacheStateError, KeepCache, Session, UnsupportedError
 from kvkeep.hf.decoding import decode_batch
 from kvkeep.hf.rerotation import KeyRerotation
 from kvkeep.hf.shared_prompt import SharedPrompt
 from kvkeep.hf.support import CACHE_ARGUMENT
 from kvkeep.hf.weighing import measure_bytes
 from kvkeep.store.prefix import Prefix
-from kvkeep.testing import ordinary_rotary
+from kvkeep.testing import fake_model, ordinary_rotary
 
 from .tiny import tiny_model
 
@@ -259,15 +260,46 @@ def test_whatever_happens_the_moved_keys_are_those_of_the_store(happens: list[st
         elif what == "swap":
             cache.reorder_cache(torch.tensor([1, 0]))
         feed(model, cache, torch.randint(3, 128, (2, 3), generator=generator))
-        for layer in cache.keep_layers:
-            assert layer._moved is not None
-            assert layer.rerotation is not None
-            made, moved = layer._moved
-            assert made is layer.store.prefix
-            ends = [length - int(n) for length, n in zip(cache.lengths, layer.store.tail_counts(), strict=True)]
-            fresh = layer.rerotation.moved_up(made, ends)
-            torch.testing.assert_close(moved.keys, fresh.keys, rtol=0, atol=1e-5)
-        assert measure_bytes(cache).total == cache.ledger.held_bytes
+        check_moved(cache)
+
+
+@settings(max_examples=12)
+@given(
+    st.lists(st.sampled_from(["ingest", "ask", "forget", "rewind", "reload"]), max_size=5),
+    st.sampled_from([None, 17]),
+)
+def test_a_conversation_reads_moved_keys(happens: list[str], chunk_tokens: int | None) -> None:
+    model, tokenizer = fake_model()
+    options: dict[str, Any] = {"entries": 20, "chunk_tokens": chunk_tokens, "rerotate_keys": True}
+    session = Session(model, tokenizer, "snapkv[window=4]+ada", **options)
+    session.ingest("The ferry leaves at nine, and nobody knows why. ")
+    for what in happens:
+        if what == "ingest":
+            session.ingest("The harbour is cold. ")
+        elif what == "rewind":
+            session.rewind()
+        elif what == "reload":
+            with TemporaryDirectory() as folder:
+                session.save(Path(folder) / "talk.safetensors")
+                session = Session.load(Path(folder) / "talk.safetensors", model, tokenizer)
+        else:
+            session.ask("When?", max_new_tokens=3, keep=what == "ask")
+        assert session.cache.rerotate_keys
+        assert session.cache.ledger.state_bytes > 0
+        check_moved(session.cache)
+
+
+def check_moved(cache: KeepCache) -> None:
+    """What attention reads is what the store holds, rotated anew, and all of it is counted."""
+    for layer in cache.keep_layers:
+        assert layer._moved is not None
+        assert layer.rerotation is not None
+        made, moved = layer._moved
+        assert made is layer.store.prefix
+        ends = [length - int(n) for length, n in zip(cache.lengths, layer.store.tail_counts(), strict=True)]
+        fresh = layer.rerotation.moved_up(made, ends)
+        torch.testing.assert_close(moved.keys, fresh.keys, rtol=0, atol=1e-5)
+    assert measure_bytes(cache).total == cache.ledger.held_bytes
 
 
 def test_rows_of_a_batch_have_ends_of_their_own() -> None:

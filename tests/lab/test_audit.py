@@ -304,6 +304,57 @@ def test_means_are_over_texts_and_answers_apart(rows: list[Row]) -> None:
     assert summarise([]).masking is None
 
 
+SIDES = {
+    "enforcement": (("ragged", "hidden"), ("not-enforced", "hidden")),
+    "cap": (("capped", "document"), ("not-enforced", "document")),
+    "visibility": (("ragged", "visible"), ("ragged", "hidden")),
+    "ranking": (("ragged", "visible"), ("ragged", "document")),
+}
+
+
+@pytest.mark.parametrize("name", SIDES)
+@pytest.mark.parametrize("metric", ["score", "reference_logprob"])
+def test_differences_are_of_the_same_questions(rows: list[Row], name: str, metric: str) -> None:
+    def values(storage: str, protocol: str) -> dict[str, float]:
+        return {
+            r.cluster: r.score if metric == "score" else r.fidelity.reference_logprob  # type: ignore[misc]
+            for r in rows
+            if (r.policy, r.budget["compression_ratio"]) == (POLICIES[0], 0.75)
+            and (r.options["storage"], r.options["ranking"]) == (storage, protocol)
+            and r.score is not None
+        }
+
+    first, second = (values(*side) for side in SIDES[name])
+    assert set(first) == set(second)
+    wanted = [first[cluster] - second[cluster] for cluster in first]
+    [one] = [
+        c
+        for c in summarise(rows).contrasts
+        if (c.name, c.policy, c.ratio, c.protocol, c.metric) == (name, POLICIES[0], 0.75, SIDES[name][0][1], metric)
+    ]
+    assert one.mean == pytest.approx(sum(wanted) / len(wanted))
+    assert one.contexts == len(wanted) == 2
+    if wanted[0] == pytest.approx(wanted[1]):
+        assert (one.low, one.note) == (None, "no interval: all equal")
+    else:
+        assert one.low is not None
+        assert one.high is not None
+        assert min(wanted) - 1e-12 <= one.low <= one.mean <= one.high <= max(wanted) + 1e-12
+        assert "too narrow" in one.note
+
+
+def test_every_policy_has_its_differences_and_the_full_cache_none(rows: list[Row]) -> None:
+    found = summarise(rows).contrasts
+    assert len(found) == len({(c.name, c.policy, c.ratio, c.protocol, c.metric) for c in found})
+    assert len(found) == len(POLICIES) * 2 * (3 + 3 + 1 + 1) * 2  # ratios; differences; two metrics
+    text = [row for row in rows if row.score is None]
+    assert summarise(text).contrasts == ()
+    tasks = [replace(row, task=row.task + "-2", cluster=row.cluster + "-2") for row in rows]
+    both = summarise([*rows, *tasks]).contrasts
+    assert [c.contexts for c in both] == [2 * c.contexts for c in found]
+    assert [c.mean for c in both] == pytest.approx([c.mean for c in found])
+
+
 def test_an_audit_that_was_killed_goes_on(bench: Bench, rows: list[Row], tmp_path: Path) -> None:
     def kill(done: int, total: int, task: str) -> None:
         if done == 40:

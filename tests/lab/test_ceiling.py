@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from scipy.stats import spearmanr
 
 from kvkeep.lab import ceiling
 from kvkeep.lab.ceiling import (
@@ -107,6 +108,10 @@ def test_the_table_is_that_of_the_rows(run):
     assert found["kappa", 16].value == pytest.approx(1 / (1 - np.median(share)), rel=1e-2)
     assert found["penalty", 32].value >= 1
     assert found["beyond", 16].value == pytest.approx(np.mean(np.array(share) > 1 - 1 / 1.11))
+    errors = [(one["imbalance"], one["best_error"], one["top_error"]) for r in records for one in r["measures"]]
+    mine = errors[2::4]  # s = 16
+    assert found["optimal", 16].value == pytest.approx(np.mean([best == top for _, best, top in mine]))
+    assert found["imbalance", 16].value == pytest.approx(spearmanr([e[0] for e in mine], [e[1] for e in mine])[0])
     assert found["dropped_mass", 8].note.startswith("fewer than 10 documents")
     assert 0 <= table.flat_cells <= 8
 
@@ -125,7 +130,7 @@ def test_the_report_marks_what_is_published(run, tmp_path):
     text = markdown(table, settings)
     assert "published*" in text
     assert "not measured here: ContourKV" in text
-    assert len([line for line in text.splitlines() if line.startswith("| ")]) == 1 + 8 * 4
+    assert len([line for line in text.splitlines() if line.startswith("| ")]) == 1 + 10 * 4
     for name in ("ceiling.svg", "dropped_mass.svg"):
         assert (tmp_path / name).read_text().startswith("<svg")
 

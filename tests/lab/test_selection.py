@@ -23,6 +23,7 @@ from kvkeep.lab.selection import (
     is_flat,
     kappa,
     least_dropped_mass,
+    rank_correlation,
     top_mass,
 )
 
@@ -193,6 +194,14 @@ def test_flat_cells():
     assert not is_flat([0.9, 0.1, 0.1])
     with pytest.raises(InstanceError, match="received none"):
         is_flat([])
+
+
+def test_ranks_correlate_whatever_the_numbers_are():
+    ranks = np.array([3.0, 1.0, 2.0, 4.0, 4.0])
+    assert rank_correlation(ranks, np.exp(ranks)) == pytest.approx(1)
+    assert rank_correlation(ranks, -ranks) == pytest.approx(-1)
+    assert rank_correlation([1, 2, 3], [1, 3, 2]) == pytest.approx(1 - 6 * 2 / (3 * 8))  # 1 - 6 sum d^2 / n(n^2 - 1)
+    assert math.isnan(rank_correlation(ranks, np.ones(5)))
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=20))

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from kvkeep import BudgetError, KeepCache, Session, observation
+from kvkeep import BudgetError, KeepCache, Session
 from kvkeep.attention import joint
+from kvkeep.observation import attention
 from kvkeep.policies import Ada, Policy, Threshold, TopK, Uniform, parse_policy
 from kvkeep.testing import fake_model
 
@@ -212,7 +213,7 @@ def test_p74_no_square_of_the_text_is_ever_made(
     length = 400
     expected = KeepCache(llama, policy, compression_ratio=0.5)
     feed(llama, expected, text(1, length))
-    monkeypatch.setattr(observation, "_BLOCK_ELEMENTS", 4 * length * 8)
+    monkeypatch.setattr(attention, "_BLOCK_ELEMENTS", 4 * length * 8)
     monkeypatch.setattr(joint, "_BLOCK_ELEMENTS", 4 * length * 8)  # attention behind a text, as a second pass needs it
     cache = KeepCache(llama, policy, compression_ratio=0.5)
     with LargestTensor() as largest:

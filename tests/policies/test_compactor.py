@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvkeep import observation as observation_module
 from kvkeep.errors import PolicyError
-from kvkeep.observation import Observation
+from kvkeep.observation import Observation, attention
 from kvkeep.policies import Compactor, parse_policy
 from kvkeep.testing import check_policy, gathered, random_observation
 
@@ -175,7 +174,7 @@ def test_keys_that_nothing_else_spans_stay():
 def test_blocks_change_nothing(monkeypatch):
     o = random_observation(length=100, budget=30, batch=2, ragged=True)
     whole = scored(Compactor(chunk=40), o)
-    monkeypatch.setattr(observation_module, "_BLOCK_ELEMENTS", 100)
+    monkeypatch.setattr(attention, "_BLOCK_ELEMENTS", 100)
     torch.testing.assert_close(scored(Compactor(chunk=40), replace(o)), whole, rtol=1e-4, atol=1e-5)
 
 

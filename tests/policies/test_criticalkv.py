@@ -129,7 +129,9 @@ def test_the_values_decide_the_second_stage():
     o.keys[:, :, 7] *= 100  # the worst score of all, for small norms are good
     policy = Policy(KNorm(), Uniform(), Critical())
     assert not policy.choose([policy.judge(o)])[0][:, :, 7].any()
-    o.values[:, :, 7] *= 1e9
+    moved = o.values.clone()
+    moved[:, :, 7] *= 1e9
+    o = replace(o, values=moved)
     assert policy.choose([policy.judge(o)])[0][:, :, 7].all()
     assert not TopK().select(policy.judge(o), torch.tensor([[10, 10]]))[:, :, 7].any()
     epsilon_is_nil = Policy(KNorm(), Uniform(), Critical(epsilon=0.0))

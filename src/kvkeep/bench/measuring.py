@@ -66,7 +66,7 @@ class Measurer:
         *,
         identity: tuple[str, str],
         versions: dict[str, str],
-        batch_rows: int = 16,
+        batch_rows: int = 32,
         memory_limit: int | None = None,
     ) -> None:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
@@ -170,6 +170,10 @@ class Measurer:
     ) -> Iterator[Row]:
         """One question, asked of all caches of a group together."""
         stacked = _copy_of(group)
+        if place.turn.metric != CONTINUATION and self._has_reference(place.turn) and len(ids) > 1:
+            # The question is read once for both, but its last token, from which each of them goes on.
+            self._read(stacked, ids[:-1])
+            ids = ids[-1:]
         if place.turn.metric == CONTINUATION:
             fidelity = self._fidelity(group, stacked, ids[:1], place.turn, place.index, yardsticks, ids[1:])
             answers: list[list[int]] = [[] for _ in group]
@@ -259,24 +263,14 @@ class Measurer:
             yardsticks: log-probabilities `[T, V]` of the full cache, by turn; filled where the group has them.
             text: what is fed and scored; None for the reference answer.
         """
-        if text is None and not (self.settings.fidelity and turn.references and not turn.reasoned):
+        if text is None and not self._has_reference(turn):
             return [Fidelity()] * len(group)
         reference = list(text) if text is not None else self.prompting.reference(turn)
         if not reference:
             return [Fidelity()] * len(group)
-        inputs = torch.tensor([[*ids, *reference[:-1]]] * len(group), device=self.model.device)
-        start = torch.tensor(stacked.lengths, device=inputs.device)[:, None]
-        positions = start + torch.arange(inputs.shape[1], device=inputs.device)
-        with torch.no_grad():
-            logits: Tensor = self.model(
-                input_ids=inputs,
-                position_ids=positions,
-                use_cache=True,
-                logits_to_keep=len(reference),
-                **{CACHE_ARGUMENT: stacked},
-            ).logits
+        logits = self._read(stacked, [*ids, *reference[:-1]], len(reference))
         found = []
-        target = torch.tensor(reference, device=inputs.device)[:, None]
+        target = torch.tensor(reference, device=logits.device)[:, None]
         for cut, row in zip(group, logits, strict=True):
             predicted = row.float().log_softmax(-1)
             if cut.policy == FULL:
@@ -290,6 +284,24 @@ class Measurer:
                     top1=float((full.argmax(-1) == predicted.argmax(-1)).float().mean()),
                 )
             )
+        return found
+
+    def _has_reference(self, turn: Turn) -> bool:
+        """Whether predictions are measured along the turn's reference answer."""
+        return self.settings.fidelity and bool(turn.references) and not turn.reasoned
+
+    @torch.no_grad()
+    def _read(self, stacked: KeepCache, ids: Sequence[int], logits: int = 1) -> Tensor:
+        """Feed the same tokens to all rows; the logits `[rows, n, V]` of the last so many."""
+        inputs = torch.tensor([list(ids)] * len(stacked.lengths), device=self.model.device)
+        start = torch.tensor(stacked.lengths, device=inputs.device)[:, None]
+        found: Tensor = self.model(
+            input_ids=inputs,
+            position_ids=start + torch.arange(inputs.shape[1], device=inputs.device),
+            use_cache=True,
+            logits_to_keep=logits,
+            **{CACHE_ARGUMENT: stacked},
+        ).logits
         return found
 
     @staticmethod

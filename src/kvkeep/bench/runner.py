@@ -27,7 +27,7 @@ def run(
     device: str = "cpu",
     executor: str = "serial",
     workers: int = 1,
-    batch_rows: int = 16,
+    batch_rows: int = 32,
     memory_limit: int | None = None,
     claims: str | Path | None = None,
     on_rows: Callable[[int, int, str], None] = lambda done, total, task: None,

@@ -11,14 +11,16 @@ from rich.text import Text
 
 from kvkeep.cli.bench import Ratios, progress_of_rows
 from kvkeep.cli.loading import load
-from kvkeep.cli.options import Count, Device, Dtype, Json, ModelName, Texts
+from kvkeep.cli.options import Count, Device, Dtype, Json, ModelName, Texts, packages
 from kvkeep.cli.output import print_json, size, stdout
 
 if TYPE_CHECKING:
     from kvkeep.lab.audit import Summary
+    from kvkeep.lab.audit_contrasts import Contrast
     from kvkeep.lab.audit_tables import StorageMean
 
 _POLICIES = ("snapkv", "adasnapkv", "snapkv+threshold")
+_TASKS = ("continuation", "niah")
 _PROTOCOLS = {
     "hidden": "Question hidden when the text was cut",
     "visible": "Question visible when the text was cut",
@@ -33,6 +35,7 @@ def audit(
     policy: Texts = _POLICIES,
     compression_ratio: Ratios = (0.75,),
     length: Count = 1024,
+    task: Texts = _TASKS,
     samples: Count = 4,
     seed: int = 0,
     max_new_tokens: int = 0,
@@ -46,14 +49,17 @@ def audit(
     The ways: not enforced (each layer as wide as its widest cell, as uniform tensors are), capped (no cell above the
     average), ragged (each cell what the policy gave it), and masked (nothing deleted). Scored are the divergence from
     the full cache on real text, and a question about one fact that was hidden when the text was cut, visible, or
-    visible but without a say in the ranking. An audit that was killed goes on when the same command is given again.
+    visible but without a say in the ranking. What enforcement costs and a visible question is worth comes with 95 %
+    intervals over contexts. An audit that was killed goes on when the same command is given again.
 
     Args:
         out: Folder of the results, rows as `kvkeep bench` writes them.
         policy: What decides; repeat it for several. Those that let heads compete are the interesting ones.
         compression_ratio: Fraction of the entries to remove; repeat it for several; 0.75 by default.
         length: Tokens of a text, question, answer and chat template included.
-        samples: Texts of each of the two tasks.
+        task: What is asked, such as ruler/niah_single_2; repeat it for several. By default a real text that goes on
+            (continuation), and one fact in prose (niah).
+        samples: Texts of each task.
         seed: Of the samples.
         max_new_tokens: At most so many for each answer; 0 leaves it to the task.
         haystack: A text file, or a folder of them; the held-out public-domain messages otherwise.
@@ -61,14 +67,17 @@ def audit(
     from kvkeep.bench.worker import versions
     from kvkeep.hf.models import model_sha256
     from kvkeep.hf.prompting import Prompting
-    from kvkeep.lab.audit import Auditor, AuditSettings, summarise
-    from kvkeep.lab.audit import audit as run
     from kvkeep.policies import parse_policy, policy_string
     from kvkeep.results import read_rows
-    from kvkeep.tasks.registry import task
+    from kvkeep.tasks.registry import available_tasks, expand
+    from kvkeep.tasks.registry import task as make_task
 
+    with packages("intervals are computed with", "bench"):
+        from kvkeep.lab.audit import Auditor, AuditSettings, summarise
+        from kvkeep.lab.audit import audit as run
     options = {} if haystack is None else {"haystack": haystack}
-    tasks = [task(name, **options) for name in ("continuation", "niah")]
+    known = {name: available_tasks()[name].options() for name in expand(task)}
+    tasks = [make_task(name, **{k: v for k, v in options.items() if k in taken}) for name, taken in known.items()]
     settings = AuditSettings(
         model=model,
         policies=tuple(dict.fromkeys(policy_string(parse_policy(name)) for name in policy)),
@@ -114,6 +123,9 @@ def _print(found: Summary) -> None:
         if means:
             console.print(f"\n{title}\n")
             console.print(_storages(means))
+    if found.contrasts:
+        console.print("\nDifferences on the same questions: points of the score, 95 % interval over contexts\n")
+        console.print(_contrasts(found.contrasts))
     masking = found.masking
     if masking is not None:
         console.print(
@@ -151,6 +163,27 @@ def _storages(means: Sequence[StorageMean]) -> Table:
             _number(one.score, 2),
             _number(one.kl_answer),
         )
+    return table
+
+
+def _contrasts(found: Sequence[Contrast]) -> Table:
+    from kvkeep.lab.audit_contrasts import CONTRASTS
+
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("policy", overflow="fold")
+    for heading in ("ratio", "what", "question", "points", "interval", "n"):
+        table.add_column(heading, justify="left" if heading in ("what", "question") else "right", no_wrap=True)
+    last: tuple[object, ...] = ()
+    for one in found:
+        if one.metric != "score":
+            continue
+        place = (one.policy, one.ratio)
+        shown = ("", "") if place == last else (one.policy, f"{one.ratio:g}")
+        last = place
+        ends = "" if one.low is None or one.high is None else f"{100 * one.low:+.1f} to {100 * one.high:+.1f}"
+        words = CONTRASTS[one.name].words
+        asked = one.protocol if CONTRASTS[one.name].first[1] is None else ""
+        table.add_row(*map(Text, shown), words, asked, f"{100 * one.mean:+.1f}", ends, f"{one.contexts}")
     return table
 
 

@@ -48,7 +48,7 @@ def bench(
     device: Device = "cpu",
     executor: Literal["serial", "processes", "ray"] = "serial",
     workers: Count = 1,
-    batch_rows: Count = 16,
+    batch_rows: Count = 32,
     memory_limit: str | None = None,
     temperature: float | None = None,
     top_p: float = 1.0,

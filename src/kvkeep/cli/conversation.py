@@ -33,6 +33,7 @@ class Outcome:
         policy: as text.
         budget: the one field that is set.
         protocol: query-agnostic or query-aware.
+        rerotate_keys: kept keys were rotated anew.
         prompt_tokens: tokens that were processed before the cut.
         cache: the ledger after the cut, before the questions; of the first question's cut if there are several.
         answers: question, answer and new tokens of each; where each question has a cut of its own, its ledger too.
@@ -44,6 +45,7 @@ class Outcome:
     policy: str
     budget: dict[str, Any]
     protocol: str
+    rerotate_keys: bool
     prompt_tokens: int
     cache: dict[str, Any]
     answers: list[dict[str, Any]] = field(default_factory=list)
@@ -152,7 +154,8 @@ class Talk:
         if self._console is not None:
             words = [outcome.policy, *(f"{name}={value}" for name, value in outcome.budget.items())]
             words = ["full cache"] if outcome.policy == "full" else words
-            words += [outcome.protocol, f"{outcome.prompt_tokens:,} tokens"]
+            words += [outcome.protocol, *(["keys rotated anew"] if outcome.rerotate_keys else [])]
+            words += [f"{outcome.prompt_tokens:,} tokens"]
             self._console.print(Text(", ".join(words), style="bold"))
 
     def _streamed(self, question: str, ask: Callable[[Callable[[str], None] | None], Answer]) -> Answer:
@@ -175,6 +178,7 @@ def record(outcome: Outcome, full: Outcome | None, *, model: str, loaded: Any, s
         "policy": outcome.policy,
         "budget": outcome.budget,
         "protocol": outcome.protocol,
+        "rerotate_keys": outcome.rerotate_keys,
         "prompt_tokens": outcome.prompt_tokens,
         "answers": outcome.answers,
         "cache": outcome.cache,
@@ -210,6 +214,8 @@ def print_summary(console: Console, outcome: Outcome, full: Outcome | None) -> N
     row("held", lambda o: size(o.cache["held_bytes"]))
     row("  payload", lambda o: size(o.cache["payload_bytes"]))
     row("  metadata", lambda o: size(o.cache["metadata_bytes"]))
+    if outcome.cache["state_bytes"]:
+        row("  state", lambda o: size(o.cache["state_bytes"]))
     row("  share of the full cache", lambda o: f"{o.cache['fraction']:.1%}")
     if outcome.cache["window_bytes"]:
         row("sliding windows, besides", lambda o: size(o.cache["window_bytes"]))
@@ -239,6 +245,7 @@ def _outcome(session: Session, tokens: int, *, aware: bool) -> Outcome:
         policy=str(table_to_text(session.cache.policy)),
         budget=session.cache.budget.describe(),
         protocol="query-aware" if aware else "query-agnostic",
+        rerotate_keys=session.cache.rerotate_keys,
         prompt_tokens=tokens,
         cache=session.cache.ledger.to_dict(),
         timings={"prefill_s": session.prefill_seconds, "evict_s": session.cache.evict_seconds},

@@ -35,6 +35,7 @@ def run(
     budget: BudgetOptions = _DEFAULT_BUDGET,
     protocol: Protocol | None = None,
     chunk_tokens: Count | None = None,
+    rerotate_keys: Flag = False,
     max_new_tokens: Count = 64,
     dtype: Dtype = "auto",
     device: Device = "cpu",
@@ -55,6 +56,8 @@ def run(
             (query-aware: the text is processed again for each question) when the cut was made.
         chunk_tokens: Process the text in chunks of so many tokens and cut after each, so that no more than the budget
             and one chunk is ever held. For policies that `kvkeep policies` marks with "chunks".
+        rerotate_keys: After a cut, rotate the kept keys anew, so that they stand one behind the other without the gaps
+            of what was evicted; they are held twice.
         max_new_tokens: At most so many for each answer.
         seed: Of torch, and of policies that draw (random); 0 by default.
         compare_full: Also run the full cache, for its answers and bytes.
@@ -68,6 +71,7 @@ def run(
             "--policy": policy,
             "--protocol": protocol,
             "--chunk-tokens": chunk_tokens,
+            "--rerotate-keys": rerotate_keys or None,
             "--save-cache": save_cache,
             "--compare-full": compare_full or None,
             "--seed": seed,
@@ -82,12 +86,16 @@ def run(
 
     from kvkeep.cli import conversation
     from kvkeep.cli.loading import load
+    from kvkeep.hf.caps import refuse_for_online
     from kvkeep.hf.session import Session
+    from kvkeep.policies import OnlinePolicy
 
     seed = seed or 0
     chosen = None if policy is None else seeded_policy(policy, seed)
     if load_cache is None:
         budget.check(chosen)
+        if isinstance(chosen, OnlinePolicy):
+            refuse_for_online(chosen, rerotate_keys=rerotate_keys)
     loaded, tokenizer = load(model, dtype=dtype, device=device)
     torch.manual_seed(seed % 2**63)
     talk = conversation.Talk(None if json else stdout(), max_new_tokens)
@@ -96,11 +104,14 @@ def run(
         full = None
     else:
 
-        def session(name: Any, **amount: Any) -> Session:
-            return Session(loaded, tokenizer, name, chunk_tokens=chunk_tokens, **amount)
+        def session(name: Any, **more: Any) -> Session:
+            return Session(loaded, tokenizer, name, chunk_tokens=chunk_tokens, **more)
+
+        def evicting() -> Session:
+            return session(chosen, rerotate_keys=rerotate_keys, **budget.given())
 
         aware = protocol == "query-aware"
-        outcome = talk.start(lambda: session(chosen, **budget.given()), text or "", question, aware=aware, save=target)
+        outcome = talk.start(evicting, text or "", question, aware=aware, save=target)
         full = talk.start(lambda: session("full"), text or "", question, aware=aware) if compare_full else None
     if json:
         print_json(conversation.record(outcome, full, model=model, loaded=loaded, seed=seed))

@@ -281,7 +281,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
                 received=f"layer {layer}, row {row}, head {head}",
                 remedy="sliding-window layers are not evicted, and an empty cache holds no rows",
             )
-        return stores[layer].cell(row, head)[2]
+        return stores[layer].cell_positions(row, head)
 
     # -- the walk of a forward -------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from kvkeep.hf.progress import Progress, running
 from kvkeep.hf.rerotation import KeyRerotation, with_prefix
 from kvkeep.hf.spans import Span, protected_entries
 from kvkeep.hf.support import output_weight_of, rotary_of
+from kvkeep.hf.text_queries import TextQueries
 from kvkeep.observation import Observation, SecondPass
 from kvkeep.policies.protocols import Judgement, PromptPolicy, chosen_masks
 from kvkeep.store import Held, RaggedLayer
@@ -60,7 +61,7 @@ class KeepLayer(EvictableLayer):
         self.judged: list[Judgement] = []  # those that wait for other layers
         # What second passes have seen, `[B, H_kv, L]` by position, until the layer is judged.
         self.repeated: dict[SecondPass, Tensor] = {}
-        self._queries: list[tuple[Tensor, Tensor, Tensor | None]] = []  # of earlier chunks of a text not yet cut
+        self._queries = TextQueries(policy.needs().queries)
         self._waiting: tuple[nn.Module, float] | None = None  # module and scaling, while it waits for second passes
         self._moved: tuple[Prefix, Prefix] | None = None  # the store's prefix, and the one that attention reads
 
@@ -82,8 +83,7 @@ class KeepLayer(EvictableLayer):
         if moved is not None and self.store.prefix is not None:
             same, prefix = moved[1] is moved[0], self.store.prefix
             self._moved = prefix, prefix if same else replace(prefix, keys=moved[1].select(beam_idx).keys)
-        rows = beam_idx.to(self._queries[0][0].device) if self._queries else beam_idx
-        self._queries = [(q[rows], p[rows], None if v is None else v[rows]) for q, p, v in self._queries]
+        self._queries.select(beam_idx)
         if moved is not None:
             self.count_state()
 
@@ -98,7 +98,7 @@ class KeepLayer(EvictableLayer):
     def branch(self) -> None:
         """Be independent of the layer that this one was copied from."""
         self.store = self.store.fork()
-        self.judged, self.repeated, self._queries = [], {}, list(self._queries)
+        self.judged, self.repeated, self._queries = [], {}, self._queries.copy()
 
     def export(self) -> dict[str, Tensor]:
         """The entries as they go into a file, without slack."""
@@ -135,13 +135,14 @@ class KeepLayer(EvictableLayer):
         del key, value  # the store has them; a cut must be able to free them
         output = self._attend_alone(query, valid, scaling) if alone else attend(query, self._readable(), scaling)
         if forward.cutting:
-            self._queries.append((query.detach(), positions, valid))
+            self._queries.add(query, positions, valid)
             if forward.second_passes:
                 self._wait(module, scaling)
             else:
                 self._judge(module, scaling)
         elif forward.coming:
-            self._remember(query, positions, valid)
+            self._queries.add(query, positions, valid)
+            self._queries.forget_old()
         self.count_state()
         return output.transpose(1, 2).contiguous()
 
@@ -156,7 +157,7 @@ class KeepLayer(EvictableLayer):
 
     def count_state(self) -> None:
         """Tell the ledger what is remembered of the text beside its entries."""
-        tensors = [t for entry in self._queries for t in entry if t is not None]
+        tensors = self._queries.tensors()
         if self._moved is not None and self._moved[1] is not self._moved[0]:
             tensors.append(self._moved[1].keys)
         held = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in [*tensors, *self.repeated.values()]}
@@ -218,34 +219,9 @@ class KeepLayer(EvictableLayer):
         forward = self.progress.forward
         return self.progress.lengths if forward is None else forward.lengths
 
-    def _remember(self, query: Tensor, positions: Tensor, valid: Tensor | None) -> None:
-        """Add to the queries that the policy will judge by."""
-        self._queries.append((query.detach(), positions, valid))
-        self._forget_old_queries()
-
-    def _forget_old_queries(self) -> None:
-        """Hold no more queries than the policy wants, in memory of their own."""
-        wanted = self.policy.needs().queries
-        if wanted is None:
-            return
-        kept: list[tuple[Tensor, Tensor, Tensor | None]] = []
-        for query, positions, valid in reversed(self._queries):
-            if wanted <= 0:
-                break
-            count = query.shape[2]
-            if valid is None and wanted < count:
-                query, positions = query[:, :, count - wanted :].clone(), positions[:, count - wanted :].clone()
-            kept.append((query, positions, valid))
-            wanted -= count
-        self._queries = kept[::-1]
-
     def _wait(self, module: nn.Module, scaling: float) -> None:
         """Put off what `_judge` does; meanwhile no more queries are held than the policy wants."""
-        query, positions, valid = self._queries[-1]
-        self._forget_old_queries()
-        if not self._queries:  # none are wanted, but their shape is
-            none = None if valid is None else valid[:, :0].clone()
-            self._queries.append((query[:, :, :0].clone(), positions[:, :0].clone(), none))
+        self._queries.forget_old(leave_shape=True)
         self._waiting = module, scaling
 
     def _judge(self, module: nn.Module, scaling: float) -> None:
@@ -257,7 +233,7 @@ class KeepLayer(EvictableLayer):
             self.progress.add_notes(judgement.notes)
         self.repeated.clear()
         if forward.coming:
-            self._forget_old_queries()  # a chunk may be shorter than the window of queries that judges the next one
+            self._queries.forget_old()  # a chunk may be shorter than the window of queries that judges the next one
         else:
             self._queries.clear()
         if self.policy.scope == "layer":
@@ -272,16 +248,7 @@ class KeepLayer(EvictableLayer):
             raise RuntimeError("no forward is running")
         first, last = held.rows
         needs = self.policy.needs()
-        pieces, places = [], []
-        for query, position, valid in self._queries:
-            # Rows with padding come one by one; their padding is left out.
-            columns = _newest(query.shape[2], None if valid is None else valid[first], needs.queries)
-            pieces.append(query[first:last, :, columns])
-            places.append(position[first:last, columns])
-        queries, query_positions = _joined(pieces, dim=2), _joined(places, dim=1).long()
-        if needs.queries is not None:
-            start = max(0, queries.shape[2] - needs.queries)
-            queries, query_positions = queries[:, :, start:], query_positions[:, start:]
+        queries, query_positions = self._queries.of_rows(first, last)
         length = forward.lengths[first]
         protected, protected_positions = protected_entries(self.protect, held, forward.text_lengths[first])
         return Observation(
@@ -301,7 +268,7 @@ class KeepLayer(EvictableLayer):
             protected=protected,
             protected_positions=protected_positions,
             rotary=rotary_of(forward.decoder, module) if needs.rotary else None,
-            output_weight=output_weight_of(module, query.shape[1]) if needs.output_weight else None,
+            output_weight=output_weight_of(module, queries.shape[1]) if needs.output_weight else None,
             second_passes={
                 # By position there, by entry here; a missing slot has some position or other.
                 each: self.repeated[each][first:last].gather(2, held.positions.masked_fill(~held.valid, 0))
@@ -331,15 +298,3 @@ def cut_together(layers: Sequence[KeepLayer], held: Sequence[Sequence[Held]] | N
                 kept.append(mask)
         for layer, kept in zip(alike, masks, strict=True):
             layer.cut(kept, () if held is None else held[layers.index(layer)])
-
-
-def _newest(count: int, valid: Tensor | None, wanted: int | None) -> slice | Tensor:
-    """The last `wanted` of `count` columns, or of those that are `valid [count]`; None: all of them."""
-    if valid is None:
-        return slice(0 if wanted is None else max(0, count - wanted), count)
-    real = valid.nonzero()[:, 0]
-    return real if wanted is None else real[max(0, len(real) - wanted) :]
-
-
-def _joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=dim)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, cast
 
 import torch
@@ -74,27 +75,36 @@ def repeat_text(
         passes: ways to repeat.
 
     Returns:
-        Seconds that each pass took.
+        Seconds that each pass took; passes that one reading served each count all of it.
     """
     rows = seen.rows()
     longest = max(int((row >= 0).sum()) for row in rows)
-    seconds = {}
-    for each in sorted(passes, key=repr):
+    seconds: dict[SecondPass, float] = {}
+    for alike in _read_alike(passes):
         started = time.perf_counter()
         for layer in (layer for layer in layers if isinstance(layer, KeepLayer)):
             shape = len(rows), layer.store.kv_heads, longest
-            layer.repeated[each] = torch.zeros(shape, dtype=torch.float32, device=_device(layer.store))
+            for each in alike:
+                layer.repeated[each] = torch.zeros(shape, dtype=torch.float32, device=_device(layer.store))
             layer.count_state()
+        chunk = alike[0].chunk
         for index, row in enumerate(rows):
             real = row >= 0
             ids = row[real]
-            for start in range(0, len(ids), each.chunk):
-                end = min(start + each.chunk, len(ids))
+            for start in range(0, len(ids), chunk):
+                end = min(start + chunk, len(ids))
                 fed = prompt.question(ids, start, end)
-                look = _Look(each, index, len(ids), start, end, (len(ids) + torch.arange(len(fed)))[None])
+                look = _Look(alike, index, len(ids), start, end, (len(ids) + torch.arange(len(fed)))[None])
                 _look_back(decoder, layers, look, fed, real)
-        seconds[each] = time.perf_counter() - started
+        seconds |= dict.fromkeys(alike, time.perf_counter() - started)
     return seconds
+
+
+def _read_alike(passes: Iterable[SecondPass]) -> Iterator[tuple[SecondPass, ...]]:
+    """The passes, those together that read the same tokens of the same softmax and only weigh them otherwise."""
+    ordered = sorted(passes, key=lambda each: (each.chunk, each.sinks, each.normalised))
+    for _, alike in groupby(ordered, key=lambda each: (each.chunk, each.sinks)):
+        yield tuple(alike)
 
 
 def look_back_bytes(shape: LayerShape, length: int, prompt: RepeatPrompt, second_pass: SecondPass) -> int:
@@ -128,7 +138,7 @@ class _Look:
     """One chunk's repetition.
 
     Attributes:
-        second_pass: of which it is part.
+        passes: of which it is part; they read alike.
         row: that is repeated.
         length: of the row.
         start: first position of the chunk.
@@ -137,13 +147,18 @@ class _Look:
         norms: of the hidden states that each layer's queries are made of, `[1, q]` by layer.
     """
 
-    second_pass: SecondPass
+    passes: tuple[SecondPass, ...]
     row: int
     length: int
     start: int
     end: int
     positions: Tensor
     norms: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def is_normalised(self) -> bool:
+        """Whether one of the passes weighs attention by what it moves."""
+        return any(each.normalised for each in self.passes)
 
 
 def _look_back(decoder: nn.Module, layers: Sequence[Any], look: _Look, fed: Tensor, real: Tensor) -> None:
@@ -164,7 +179,7 @@ def _look_back(decoder: nn.Module, layers: Sequence[Any], look: _Look, fed: Tens
 @contextmanager
 def _measured_states(decoder: Any, indices: Sequence[int], look: _Look) -> Iterator[None]:
     """Within the block, the norms of the hidden states that go into attention are noted, if the pass asks for them."""
-    if not look.second_pass.normalised:
+    if not look.is_normalised:
         yield
         return
 
@@ -236,13 +251,14 @@ class _Reader(CacheLayerMixin):  # type: ignore[misc]  # transformers is not typ
         beside += nbytes(chunk.keys, chunk.values)
         store.high_water = max(store.high_water, store.bytes().total + beside)
         self.layer.record()
-        weights = 1 / look.norms[self.layer.index].to(key.device) if look.second_pass.normalised else None
-        peaks = observation.attention_peaks(weights)[..., : chunk.positions.shape[2]]  # [1, H_kv, G, n]
-        if look.second_pass.normalised:
-            peaks = peaks * _moved(module, chunk.values, query.shape[1])
-        best = self.layer.repeated[look.second_pass][look.row : look.row + 1]
-        scores = peaks.amax(2).masked_fill(~chunk.wanted, 0)
-        best.scatter_reduce_(2, chunk.positions.masked_fill(~chunk.wanted, 0), scores, "amax")
+        for each in look.passes:
+            weights = 1 / look.norms[self.layer.index].to(key.device) if each.normalised else None
+            peaks = observation.attention_peaks(weights)[..., : chunk.positions.shape[2]]  # [1, H_kv, G, n]
+            if each.normalised:
+                peaks = peaks * _moved(module, chunk.values, query.shape[1])
+            best = self.layer.repeated[each][look.row : look.row + 1]
+            scores = peaks.amax(2).masked_fill(~chunk.wanted, 0)
+            best.scatter_reduce_(2, chunk.positions.masked_fill(~chunk.wanted, 0), scores, "amax")
         del observation, peaks, chunk
         return attend(query, alone, scaling).transpose(1, 2).contiguous()
 
@@ -286,9 +302,9 @@ def _chunk(alone: RaggedLayer, look: _Look) -> _Chunk:
     """The entries of the chunk and the sinks, of a layer that holds one row."""
     held = alone.held([look.length])[0]
     wanted = (held.positions >= look.start) & (held.positions < look.end)
-    wanted = held.valid & (wanted | (held.positions < min(look.second_pass.sinks, look.start)))
+    wanted = held.valid & (wanted | (held.positions < min(look.passes[0].sinks, look.start)))
     columns = wanted.flatten(0, 1).any(0).nonzero()[:, 0]
-    values = held.values if look.second_pass.normalised else held.values[..., :0]
+    values = held.values if look.is_normalised else held.values[..., :0]
     return _Chunk(
         held.keys[:, :, columns],
         values[:, :, columns],

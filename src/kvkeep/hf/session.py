@@ -79,6 +79,7 @@ class Session:
         system: a system prompt, in place of the template's own.
         chunk_tokens: process texts in chunks of so many tokens and cut after each, so that no more than the budget and
             one chunk is ever held; see `cut_chunks` of `KeepCache`. None: each text at once.
+        rerotate_keys: see `KeepCache`.
 
     Every `ingest` judges everything that is held, old and new, so that the budget holds for the whole conversation;
     questions and answers come on top until the next `ingest`. An online policy holds its cap at every step; beside it
@@ -86,7 +87,8 @@ class Session:
     whose cache is empty begins anew, whoever emptied it.
 
     Raises:
-        UnsupportedError: a model that kvkeep has not checked, or a chat template that cannot be split.
+        UnsupportedError: a model that kvkeep has not checked, or a chat template that cannot be split; rotations that
+            `rerotate_keys` cannot turn.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Session:
         protect: Sequence[Span] = (),
         system: str | None = None,
         chunk_tokens: int | None = None,
+        rerotate_keys: bool = False,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -114,6 +117,7 @@ class Session:
             bytes=bytes,
             budget=budget,
             protect=protect,
+            rerotate_keys=rerotate_keys,
         )
         self._prepare_cache()
         self.chunk_tokens = self.cache.read_chunk_tokens(chunk_tokens)

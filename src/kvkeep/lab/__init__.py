@@ -20,6 +20,7 @@ from kvkeep.lab.selection import (
     is_flat,
     kappa,
     least_dropped_mass,
+    rank_correlation,
     top_mass,
 )
 
@@ -51,6 +52,7 @@ __all__ = [
     "least_dropped_mass",
     "measure",
     "penalty",
+    "rank_correlation",
     "sample_places",
     "top_mass",
 ]

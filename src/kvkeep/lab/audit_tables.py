@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvkeep.budget import ratio_to_entries
+from kvkeep.lab.audit_contrasts import Contrast, contrasts
 from kvkeep.lab.audit_settings import OWN, PROTOCOLS
 from kvkeep.lab.audit_storage import STORAGES
 from kvkeep.results import FULL, Row
@@ -111,11 +112,13 @@ class Summary:
         weights: one for each policy and ratio.
         stored: by protocol, policy, ratio and storage, in the order of the run.
         masking: None where nothing was compared.
+        contrasts: what enforcement costs and a visible question is worth.
     """
 
     weights: tuple[Weight, ...]
     stored: tuple[StorageMean, ...]
     masking: Masking | None
+    contrasts: tuple[Contrast, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it."""
@@ -123,6 +126,7 @@ class Summary:
             "weights": [asdict(weight) for weight in self.weights],
             "stored": [asdict(stored) for stored in self.stored],
             "masking": None if self.masking is None else asdict(self.masking),
+            "contrasts": [asdict(contrast) for contrast in self.contrasts],
         }
 
 
@@ -143,6 +147,7 @@ def summarise(rows: Iterable[Row]) -> Summary:
         weights=tuple(_weight(row) for row in known if row.options["storage"] == OWN),
         stored=tuple(_stored(*place, groups[place]) for place in places),
         masking=_masking(asked),
+        contrasts=tuple(contrasts(asked)),
     )
 
 

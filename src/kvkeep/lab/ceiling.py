@@ -20,7 +20,7 @@ from kvkeep.lab.instance import Floats
 from kvkeep.lab.intervals import Measured, Statistic, cluster_interval
 from kvkeep.lab.measuring import RowMeasures, measure
 from kvkeep.lab.rows import Place, capture_rows, cells_of, sample_places
-from kvkeep.lab.selection import BEYOND, BUDGETS, FLAT_BUDGET, auc, is_flat
+from kvkeep.lab.selection import BEYOND, BUDGETS, FLAT_BUDGET, auc, is_flat, rank_correlation
 from kvkeep.results.keyed import KeyedLog
 from kvkeep.tasks.text import Message, digest_of
 
@@ -121,6 +121,10 @@ def _auc(rows: Floats) -> float:
     return auc(rows[:, 0], rows[:, 1] > 0)
 
 
+def _rank(rows: Floats) -> float:
+    return rank_correlation(rows[:, 0], rows[:, 1])
+
+
 def _recovered(row: RowMeasures) -> float:
     """The share of the closable gap that the balancing selector closes; NaN where there is no gap."""
     gap = row.top_error - row.best_error
@@ -142,11 +146,17 @@ METRICS: dict[str, Metric] = {
     "closable_share": Metric("closable share c, median", lambda row: row.closable_share, _median),
     "penalty": Metric("penalty pi of forced weights, median", lambda row: row.penalty, _median),
     "kappa": Metric("kappa, top-mass error over best, median", lambda row: row.kappa, _median),
+    "optimal": Metric(
+        "share of rows whose top-mass set no other beats", lambda row: float(row.best_error >= row.top_error), _mean
+    ),
     "beyond": Metric(f"share of rows with kappa > {BEYOND}", lambda row: float(row.kappa > BEYOND), _mean),
     "auc": Metric(
         f"AUC of dropped mass for kappa > {BEYOND}",
         lambda row: (row.dropped_mass, float(row.kappa > BEYOND)),
         _auc,
+    ),
+    "imbalance": Metric(
+        "rank correlation of Phi and the best error", lambda row: (row.imbalance, row.best_error), _rank
     ),
     "dropped_mass": Metric("dropped mass of top-mass, median", lambda row: row.dropped_mass, _median),
     "recovered": Metric("share of the gap that balancing closes, median", _recovered, _median_known),

@@ -15,7 +15,7 @@ from kvkeep.lab.published import PUBLISHED, SOURCE
 
 TABLE, RECORD, CHART, SCATTER = "ceiling.md", "ceiling.json", "ceiling.svg", "dropped_mass.svg"
 SCHEMA_VERSION = 1
-_SHARES = ("closable_share", "beyond", "auc", "dropped_mass", "recovered")
+_SHARES = ("closable_share", "optimal", "beyond", "auc", "imbalance", "dropped_mass", "recovered")
 _SCATTER_ENTRIES = 8
 _MOST_POINTS = 4000  # of the scatter; an SVG has an element for each
 

@@ -200,6 +200,20 @@ def auc(scores: Sequence[float] | Floats, labels: Sequence[bool] | np.ndarray[tu
     return float((ranks[truth].sum() - positive * (positive + 1) / 2) / (positive * negative))
 
 
+def rank_correlation(first: Sequence[float] | Floats, second: Sequence[float] | Floats) -> float:
+    """Spearman's correlation of two rankings, ties sharing their mean rank.
+
+    Returns:
+        -1 to 1; NaN where one side has only one value.
+    """
+    from scipy.stats import rankdata
+
+    ranks = [rankdata(np.asarray(side, dtype=np.float64)) for side in (first, second)]
+    if any(np.ptp(side) == 0 for side in ranks):
+        return math.nan
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
 def group_vote(masses: Floats, entries: int) -> Indexes:
     """The one set that query heads sharing a KV head keep: the top `entries` of their summed masses, ascending.
 

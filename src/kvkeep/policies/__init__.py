@@ -10,6 +10,7 @@ from kvkeep.policies.duo import Duo
 from kvkeep.policies.expected_attention import ExpectedAttention
 from kvkeep.policies.finch import Finch
 from kvkeep.policies.frc import FRC
+from kvkeep.policies.grammar import parse_policy, parse_prompt_policy, policy_string
 from kvkeep.policies.h2o import H2O
 from kvkeep.policies.keydiff import KeyDiff
 from kvkeep.policies.knorm import KNorm
@@ -36,10 +37,7 @@ from kvkeep.policies.registry import (
     Entry,
     available_policies,
     options_of,
-    parse_policy,
-    parse_prompt_policy,
     part_types,
-    policy_string,
     prefixes,
     register,
     register_part,

@@ -66,8 +66,8 @@ class Compactor(Scorer):
         counted = observation.valid & (observation.positions >= self.sinks) & ~observation.recent(self.recent)
         # A row of nothing but sinks and recent entries has no other sample of its keys.
         counted = torch.where(counted.flatten(1).any(1)[:, None, None], counted, observation.valid)
-        attention, seen = self._attention(observation, counted)
-        leverage = self._leverage(observation, counted)
+        attention, seen = observation.once((self, "attention"), lambda: self._attention(observation, counted))
+        leverage = observation.once((self, "leverage"), lambda: self._leverage(observation, counted))
         blending = self.blending
         if blending is None:
             blending = max(0.0, 1 - observation.budget / observation.length)

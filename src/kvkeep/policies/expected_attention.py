@@ -60,6 +60,9 @@ class ExpectedAttention(Scorer):
 
     def score(self, observation: Observation) -> Tensor:
         """`[B, H_kv, N]`."""
+        return observation.once(self, lambda: self._score(observation))
+
+    def _score(self, observation: Observation) -> Tensor:
         mean, covariance = self._future_queries(observation)  # [B, H, D], [B, H, D, D]
         batch, kv_heads, _, size = observation.keys.shape
         keys = observation.keys.float()

@@ -51,6 +51,9 @@ class LagKV(Scorer):
 
     def score(self, observation: Observation) -> Tensor:
         """`[B, H_kv, N]`, between 0 and 1."""
+        return observation.once(self, lambda: self._score(observation))
+
+    def _score(self, observation: Observation) -> Tensor:
         sinks = observation.valid & (observation.positions < self.sinks)
         body = observation.valid & ~sinks
         # The body of each cell without gaps: place i of it is in partition i // lag.

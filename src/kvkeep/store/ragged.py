@@ -240,6 +240,17 @@ class RaggedLayer:
         valid = held.valid[0, head]
         return held.keys[0, head][valid], held.values[0, head][valid], held.positions[0, head][valid]
 
+    def cell_positions(self, row: int, head: int) -> Tensor:
+        """Positions `[n]` of one cell's entries, as `cell` gives them; keys and values are not touched."""
+        cell, pieces = row * self.kv_heads + head, []
+        if self.prefix is not None:
+            pieces.append(self.prefix.positions[slice(*self.prefix.bounds[cell : cell + 2])])
+        if self.tail is not None:
+            pieces.append(self.tail.row_positions(row))
+        if not pieces:
+            raise _nothing_held()
+        return _joined([piece.long() for piece in pieces])
+
     def padded_prefix(self, first: int, last: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The prefix of rows `first` to `last` as rectangles: keys, values `[B, H_kv, P, D]`, positions, valid.
 

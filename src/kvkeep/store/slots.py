@@ -296,6 +296,10 @@ class SlotLayer:
         positions, order = self.positions(rows)[0, head].sort()
         return keys[0, head, order], values[0, head, order], positions
 
+    def cell_positions(self, row: int, head: int) -> Tensor:
+        """Positions `[n]` of one cell's entries, as `cell` gives them; keys and values are not touched."""
+        return self.positions(slice(row, row + 1))[0, head].sort().values
+
     def bytes(self) -> Bytes:
         """Bytes of the layer's storages, by purpose; state counts what marks keep alive, too."""
         if self._buffers is None:

@@ -160,18 +160,26 @@ class Tail:
         self.shared = True
         return replace(self)
 
+    def row_positions(self, row: int) -> Tensor:
+        """Positions `[n]` of a row's tokens, without padding."""
+        return self.positions[row, self._columns(row, row + 1)]
+
+    def _columns(self, first: int, last: int) -> slice | Tensor:
+        """Columns that are padding in none of the rows `first` to `last`."""
+        if self.valid is None:
+            return slice(0, self.length)
+        real = self.valid[first:last, : self.length].all(0)
+        count = int(real.sum())
+        contiguous = bool(real[self.length - count :].all())
+        return slice(self.length - count, self.length) if contiguous else real.nonzero()[:, 0]
+
     def rectangle(self, first: int, last: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Rows `first` to `last`: keys, values `[B, H_kv, T, D]`, positions, valid `[B, H_kv, T]`.
 
         Columns that are padding in one of these rows are left out, so take rows with padding one by one. Views of keys
         and values where padding is on the left only.
         """
-        columns: slice | Tensor = slice(0, self.length)
-        if self.valid is not None:
-            real = self.valid[first:last, : self.length].all(0)
-            count = int(real.sum())
-            contiguous = bool(real[self.length - count :].all())
-            columns = slice(self.length - count, self.length) if contiguous else real.nonzero()[:, 0]
+        columns = self._columns(first, last)
         positions = self.positions[first:last, columns].long()
         positions = positions[:, None].expand(-1, self.keys.shape[1], -1)
         valid = torch.ones_like(positions, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""What a policy may see of a layer: the entries that it holds, and the queries that may judge them.
+"""One layer as a policy sees it, and summaries of its attention, each computed once.
 
 The first prompt is the case in which every cell holds every position. Later pieces of text meet cells that hold
 different entries already, so positions and validity are given for each cell; a policy that uses them serves both.
@@ -6,117 +6,25 @@ different entries already, so positions and validity are given for each cell; a 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvkeep.calibrated import LayerStatistics
 from kvkeep.errors import PolicyError
-
-# Attention rows are computed in blocks of at most this many probabilities, so that no L x L matrix ever exists. Blocks
-# are small on a CPU: fresh memory for a large one costs more than what is computed in it.
-_BLOCK_ELEMENTS = 2**21
-_BLOCK_ELEMENTS_ON_DEVICES = 2**23
+from kvkeep.observation.attention import attention_blocks
+from kvkeep.observation.needs import SecondPass
+from kvkeep.observation.rotary import Rotary
 
 # Sums over queries are taken in pieces of so many, counted from the last one: what a window of 32 has summed up, one of
 # 64 need not do again, and the result does not depend on who asked first.
 _PIECE = 32
 
-
-@dataclass(frozen=True)
-class SecondPass:
-    """A second reading: when a text has ended, the model is made to repeat it, and looks back at what is held.
-
-    Kim et al. 2025 (KVzip, arXiv 2505.23416), section 3: what the model looks at while it repeats a text is what the
-    text can be rebuilt from, whatever will be asked.
-
-    Attributes:
-        chunk: tokens that are repeated at once. Their queries judge the entries of the same tokens.
-        sinks: first positions that take part in the softmax of every later chunk.
-        normalised: weigh attention by what it moves, `|W_O v| / |h|`: the entry's value behind the output projection,
-            over the hidden state that the query was made of.
-    """
-
-    chunk: int = 2048
-    sinks: int = 4
-    normalised: bool = False
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What a policy asks of the adapter beyond keys and values; the adapter gathers only that.
-
-    Attributes:
-        queries: how many of the last queries, `None` for the queries of the whole text.
-        rotary: the rotation of the layer's positions, to undo it or to apply another.
-        output_weight: the slice of the output projection that belongs to each query head.
-        second_passes: ways in which the model must repeat the text. They cost about as much as reading it once or
-            twice more, and the cache is held in full until they are done.
-        statistics: places of what `kvkeep calibrate` found out about the model: `model`, or paths of files.
-    """
-
-    queries: int | None = 0
-    rotary: bool = False
-    output_weight: bool = False
-    second_passes: frozenset[SecondPass] = frozenset()
-    statistics: frozenset[str] = frozenset()
-
-    @property
-    def whole_text(self) -> bool:
-        """Whether the choice depends on the text to its end, so that no part of it can be cut before."""
-        return self.queries is None or bool(self.second_passes)
-
-    def __or__(self, other: Needs) -> Needs:
-        queries = None if self.queries is None or other.queries is None else max(self.queries, other.queries)
-        return Needs(
-            queries,
-            self.rotary or other.rotary,
-            self.output_weight or other.output_weight,
-            self.second_passes | other.second_passes,
-            self.statistics | other.statistics,
-        )
-
-
-@dataclass(frozen=True)
-class Rotary:
-    """The rotary embedding of one layer, as the model itself computes it.
-
-    Attributes:
-        cos_sin: maps positions `[..., N]` to cosine and sine `[..., N, R]`, R <= D the rotated size.
-        apply: rotates `x [B, H, N, D]` by cosine and sine `[B, N, R]`.
-    """
-
-    cos_sin: Callable[[Tensor], tuple[Tensor, Tensor]]
-    apply: Callable[[Tensor, Tensor, Tensor], Tensor]
-
-    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate `x [B, H, N, D]` to `positions [B, N]`."""
-        return self.apply(x, *self.cos_sin(positions))
-
-    def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Undo the rotation of `x [B, H, N, D]` at `positions [B, N]`, scaled variants (yarn) included."""
-        cos, sin = self.cos_sin(positions)
-        rotated = self.apply(x, cos, -sin)
-        scale = (cos.square() + sin.square())[:, None].to(x.dtype)  # [B, 1, N, R]
-        size = cos.shape[-1]
-        if size == x.shape[-1]:
-            return rotated / scale
-        return torch.cat([rotated[..., :size] / scale, rotated[..., size:]], dim=-1)
-
-    def mean_rotation(self, positions: Tensor, head_size: int) -> Tensor:
-        """The matrix `[D, D]` that rotates a column vector by the average over `positions [N]`.
-
-        A rotation is linear in its cosine and sine, so the average rotation is the rotation by their averages.
-        """
-        cos, sin = self.cos_sin(positions[None])
-        identity = torch.eye(head_size, dtype=cos.dtype, device=cos.device)[None, None]
-        mean_cos = cos.mean(1, keepdim=True).expand(1, head_size, -1)
-        mean_sin = sin.mean(1, keepdim=True).expand(1, head_size, -1)
-        return self.apply(identity, mean_cos, mean_sin)[0, 0].T
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +78,7 @@ class Observation:
     second_passes: Mapping[SecondPass, Tensor] = field(default_factory=dict)
     statistics: Mapping[str, LayerStatistics] = field(default_factory=dict)
     # Not an argument: an observation that `replace` makes from other tensors must not inherit these summaries.
-    _memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    _memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def group(self) -> int:
@@ -192,6 +100,18 @@ class Observation:
         same = replace(self, **changes)
         object.__setattr__(same, "_memo", self._memo)
         return same
+
+    def once(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """What `compute` gives, the first time; what it gave then, at every later cut of the same entries.
+
+        Args:
+            key: names it. A policy takes itself, which equals another one with the same options.
+            compute: must look at nothing that `for_cut` changes, and nobody may write to what it returns.
+        """
+        if key not in self._memo:
+            self._memo[key] = compute()
+        found: T = self._memo[key]
+        return found
 
     def protected_or_none(self) -> Tensor:
         """`[B, H_kv, N]` the protected entries; all false where nothing is protected."""
@@ -233,21 +153,14 @@ class Observation:
         total, last = self.zeros(), self.queries.shape[2]
         first = last - window
         for end in range(last, first, -_PIECE):
-            start = max(first, end - _PIECE)
-            piece: Tensor | None = self._memo.get(f"sum {start} {end}")
-            if piece is None:
-                piece = self._attention_from(start, end)
-                self._memo[f"sum {start} {end}"] = piece
-            total += piece
+            piece = max(first, end - _PIECE), end
+            total += self.once(("sum", piece), partial(self._attention_from, *piece))
         return total.div_(window * self.group)
 
     def accumulated_attention(self) -> Tensor:
         """Attention received from all queries of the text: sum over queries, mean over the group, `[B, H_kv, N]`."""
-        total: Tensor | None = self._memo.get("accumulated")
-        if total is None:
-            total = self._attention_from(0, self.queries.shape[2]).div_(self.group)
-            self._memo["accumulated"] = total
-        return total
+        queries = self.queries.shape[2]
+        return self.once("accumulated", lambda: self._attention_from(0, queries).div_(self.group))
 
     def attention_peaks(self, weights: Tensor | None = None) -> Tensor:
         """The most attention that each entry receives from one query, by query head: `[B, H_kv, G, N]` float32.
@@ -339,18 +252,15 @@ class Observation:
 
     def _float(self, name: str) -> Tensor:
         # Norms and dot products are taken in float32: squares of a half-precision key overflow.
-        if name not in self._memo:
-            self._memo[name] = getattr(self, name).float()
-        tensor: Tensor = self._memo[name]
-        return tensor
+        tensor: Tensor = getattr(self, name)
+        return self.once(name, tensor.float)
 
     def _heads_agree(self) -> bool:
         """Whether all cells of a row hold the same positions, as after a first prompt."""
-        agree: bool | None = self._memo.get("heads agree")
-        if agree is None:
-            agree = bool(self.valid.all()) and bool((self.positions == self.positions[:, :1]).all())
-            self._memo["heads agree"] = agree
-        return agree
+        return self.once(
+            "heads agree",
+            lambda: bool(self.valid.all()) and bool((self.positions == self.positions[:, :1]).all()),
+        )
 
     def _queries_of(self, window: int) -> int:
         """How many queries a window has, at most those that are there."""
@@ -371,70 +281,12 @@ class Observation:
         return total
 
     def _probabilities(self, start: int, end: int | None = None) -> Iterator[Tensor]:
-        """Yield attention probabilities `[B, H_kv, G, q, N]` of the queries `start` to `end`, block by block.
-
-        All blocks use the same memory: each is valid until the next is asked for. No gradient flows through them.
-        """
-        batch, heads, count, size = self.queries.shape
-        kv_heads, held = self.keys.shape[1], self.keys.shape[2]
-        end = count if end is None else end
-        keys = self._float("keys").detach().transpose(2, 3)
-        open_columns = self._open_columns(start)
-        positions, missing = self.positions[:, :, None, open_columns:], ~self.valid[:, :, None, open_columns:]
-        on_cpu = keys.device.type == "cpu"
-        elements = _BLOCK_ELEMENTS if on_cpu else _BLOCK_ELEMENTS_ON_DEVICES
-        block = max(1, min(end - start, elements // (batch * heads * held)))
-        memory = keys.new_empty(batch * heads * block * held)
-        for first in range(start, end, block):
-            last = min(first + block, end)
-            # The few queries are scaled, not their many products.
-            queries = self.queries[:, :, first:last].detach().float() * self.scaling
-            grouped = queries.reshape(batch, kv_heads, self.group * (last - first), size)
-            logits = memory[: batch * heads * (last - first) * held].view(batch, kv_heads, -1, held)
-            for row in range(batch):  # all at once, a product would copy keys that do not lie side by side
-                torch.bmm(grouped[row], keys[row], out=logits[row])
-            logits = logits.view(batch, kv_heads, self.group, last - first, held)
-            at = self.query_positions[:, None, first:last, None]
-            hidden = (positions > at) | missing  # [B, H_kv, q, n]
-            logits[..., open_columns:].masked_fill_(hidden[:, :, None], -math.inf)
-            # In place where fresh memory is what costs; elsewhere it is not promised to work.
-            attention = torch.softmax(logits, -1, out=logits) if on_cpu else logits.softmax(-1)
-            if not open_columns:
-                blind = hidden.all(-1)  # queries of an earlier chunk: nothing of what they saw is left
-                if not on_cpu or bool(blind.any()):
-                    attention.masked_fill_(blind[:, :, None, :, None], 0)
-            yield attention
-
-    def _open_columns(self, first: int) -> int:
-        """From which column on an entry may be hidden from one of the queries `first` and later.
-
-        All earlier columns are seen by all of them, so that masks need not cover the whole text.
-        """
-        earliest = self.query_positions[:, first:].amin(1)[:, None, None]
-        hidden = ((self.positions > earliest) | ~self.valid).flatten(0, 1).any(0)
-        return int(hidden.int().argmax()) if bool(hidden.any()) else hidden.shape[0]
-
-
-def smooth(scores: Tensor, kernel: int, pool: str = "avg", valid: Tensor | None = None) -> Tensor:
-    """Pool scores `[B, H_kv, N]` over `kernel` neighbours, the window centred, edges padded with zeros.
-
-    Args:
-        scores: what to pool, over the last dimension; zero or positive.
-        kernel: width of the window, odd.
-        pool: `avg` or `max`.
-        valid: `[B, H_kv, N]` which entries are held: neighbours are then the nearest ones that the cell holds, however
-            many missing ones lie between. How many there are depends on the other cells, and must not matter.
-
-    Returns:
-        `[B, H_kv, N]`, zero where `valid` is false.
-    """
-    if kernel <= 1:
-        return scores
-    if valid is not None and not bool(valid.all()):
-        held_first = (~valid).long().argsort(dim=-1, stable=True)
-        packed = scores.masked_fill(~valid, 0).gather(-1, held_first)
-        pooled = torch.empty_like(packed).scatter_(-1, held_first, smooth(packed, kernel, pool))
-        return pooled.masked_fill(~valid, 0)
-    if pool == "max":
-        return torch.nn.functional.max_pool1d(scores, kernel, stride=1, padding=kernel // 2)
-    return torch.nn.functional.avg_pool1d(scores, kernel, stride=1, padding=kernel // 2)
+        """Attention `[B, H_kv, G, q, N]` of the queries `start` to `end`, block by block; see `attention_blocks`."""
+        return attention_blocks(
+            self.queries[:, :, start:end],
+            self.query_positions[:, start:end],
+            self._float("keys"),
+            self.positions,
+            self.valid,
+            self.scaling,
+        )
