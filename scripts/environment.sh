@@ -53,7 +53,10 @@ END
 
 # For work on kvkeep: editable, with the tools of the group `dev`. $1 is the file of constraints.
 install_for_development() {
-    install_once "editable $(hash_of pyproject.toml CMakeLists.txt native "$1")" \
+    # An editable installation knows the modules by name: one that went away would still be looked for.
+    local modules
+    modules=$(find src -name '*.py' | LC_ALL=C sort | cksum)
+    install_once "editable $(hash_of pyproject.toml CMakeLists.txt native "$1") $modules" \
         -c "$1" --group dev -e ".[bench,report,ray,evolve,openevolve,scip]"
 }
 
