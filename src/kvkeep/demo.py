@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from kvkeep.data import Demo, DemoQuestion
+from kvkeep.hf.generation import joint_rate
 from kvkeep.hf.policy_table import table_to_text
 from kvkeep.hf.scoring import answer_logits, kl_divergence
-from kvkeep.hf.session import Session, joint_rate
-
+from kvkeep.hf.session import Session
+POLICIES = ("random", "streaming-llm", "keydiff", "snapkv", "adasnapkv", "frc", "contour")
 POLICIES = ("random", "streaming-llm", "keydiff", "snapkv", "adasnapkv", "frc")
 RATIOS = (0.5, 0.75)
 QUESTIONS = 8

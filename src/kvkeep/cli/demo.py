@@ -34,7 +34,7 @@ def demo(
     The questions are hidden when the cache is cut. Takes some minutes on two CPU cores.
 
     Args:
-        policy: Repeat it for several; six by default.
+        policy: Repeat it for several; seven by default.
         compression_ratio: Fraction of entries to remove; repeat it for several; 0.5 and 0.75 by default.
         questions: How many of the document's twelve questions are asked.
         max_new_tokens: At most so many for each answer.
