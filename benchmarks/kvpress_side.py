@@ -95,8 +95,17 @@ def kvpress_side(options: argparse.Namespace) -> Iterator[Kvpress]:
         complaints = Path(folder) / "stderr.txt"
         command = [python, str(Path(__file__).with_name("kvpress_worker.py"))]
         command += [str(model_folder("smollm2-135m")), str(torch.get_num_threads())]
+        # What this side was told of where packages are must not reach the other environment.
+        surroundings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         with complaints.open("w") as stderr:
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True)
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env=surroundings,
+            )
         try:
             side = Kvpress(process, Path(folder), complaints)
             about = side.ask("hello")

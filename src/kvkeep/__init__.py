@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from kvkeep.hf.attach import attached, detach
     from kvkeep.hf.cache import KeepCache
     from kvkeep.hf.decoding import decode_batch
+    from kvkeep.hf.generation import Answer
     from kvkeep.hf.models import load_model
     from kvkeep.hf.repeat_prompt import RepeatPrompt
-    from kvkeep.hf.session import Answer, Session
+    from kvkeep.hf.session import Session
     from kvkeep.hf.weighing import CacheBytes, measure_bytes
     from kvkeep.observation import Needs, Observation, SecondPass
     from kvkeep.policies import Policy, Scorer, TopK, Uniform, available_policies, parse_policy, register
@@ -82,9 +83,10 @@ _HOMES = {
     "hf.attach": ("attached", "detach"),
     "hf.cache": ("KeepCache",),
     "hf.decoding": ("decode_batch",),
+    "hf.generation": ("Answer",),
     "hf.models": ("load_model",),
     "hf.repeat_prompt": ("RepeatPrompt",),
-    "hf.session": ("Answer", "Session"),
+    "hf.session": ("Session",),
     "hf.weighing": ("CacheBytes", "measure_bytes"),
     "observation": ("Needs", "Observation", "SecondPass"),
     "policies": ("Policy", "Scorer", "TopK", "Uniform", "available_policies", "parse_policy", "register"),

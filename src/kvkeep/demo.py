@@ -19,8 +19,8 @@ from kvkeep.hf.generation import joint_rate
 from kvkeep.hf.policy_table import table_to_text
 from kvkeep.hf.scoring import answer_logits, kl_divergence
 from kvkeep.hf.session import Session
+
 POLICIES = ("random", "streaming-llm", "keydiff", "snapkv", "adasnapkv", "frc", "contour")
-POLICIES = ("random", "streaming-llm", "keydiff", "snapkv", "adasnapkv", "frc")
 RATIOS = (0.5, 0.75)
 QUESTIONS = 8
 MAX_NEW_TOKENS = 16

@@ -42,6 +42,7 @@ def test_tables_rows_and_json(audit, tmp_path):
         "answers in",
         "ragged - not-enforced",
         "visible - document",
+        "note: no interval: one context",
     ):
         assert words in ran.out
     rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]

@@ -45,6 +45,8 @@ def test_a_search_its_controls_and_what_holds_elsewhere(evolve, kvkeep, folder, 
     }
     assert found["controls"][0]["fitness"] == pytest.approx(found["seed"]["fitness"], abs=1e-3)
     assert {verdict["protocol"] for verdict in found["promotion"]} == {"query-agnostic", "query-aware"}
+    assert [ranks["n"] >= 0 for ranks in found["rank_correlations"]] == [True, True]
+    assert found["drift"] == []  # of two generations
     if found["page"] is not None:
         assert Path(found["page"]).stat().st_size > 10_000
     there = (tmp_path / "out" / "rows.jsonl").read_bytes()
@@ -72,6 +74,13 @@ def test_more_candidates_go_on_from_there(evolve, tmp_path):
     assert "settings that the run" in other.json["expected"]
 
 
+def test_a_second_model_is_asked_for_before_the_search(evolve, tmp_path):
+    ran = evolve("--promote", "--second-model", tmp_path / "no-model", "--json")
+    assert ran.status == 2
+    assert "no-model" in json.dumps(ran.json)
+    assert not (tmp_path / "out" / "rows.jsonl").exists()
+
+
 def test_a_recording_is_replayed_to_the_same_search(evolve, tmp_path):
     assert evolve("--recording", tmp_path / "proposals").status == 0
     again = evolve("--mutator", "replay", "--recording", tmp_path / "proposals", out=tmp_path / "again")
@@ -93,6 +102,10 @@ def test_a_recording_is_replayed_to_the_same_search(evolve, tmp_path):
         (("--gate", "1.5"), "gate"),
         (("--sample-cache-bytes", "many"), "64MiB"),
         (("--executor", "slurm"), "slurm"),
+        (("--token-limit", "100"), "--mutator llm beside --token-limit"),
+        (("--second-model", "other"), "--promote beside --second-model"),
+        (("--unseen-task", "key_value", "--promote-ratio", "0.5"), "--promote beside --promote-ratio, --unseen-task"),
+        (("--promote", "--unseen-task", "ruler/qa_1"), "ruler/qa_1, which --task names too"),
     ],
 )
 def test_what_cannot_be_searched_is_refused(words, said, monkeypatch, tmp_path, capsys):

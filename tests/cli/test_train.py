@@ -40,6 +40,29 @@ def test_a_folder_becomes_a_policy(kvkeep, folder, context, texts, tmp_path):
     assert answered.status == 0, answered.err
 
 
+def test_a_model_is_trained_with_its_scorer(kvkeep, folder, context, texts, tmp_path):
+    out = tmp_path / "both"
+    words = ("train", "kvpop", "--model", folder, "--text", texts, "--length", "64", "--entries", "24", "--out", out)
+    words += ("--window", "4", "--width", "2", "--pairs", "8", "--heldout", "1", "--sequences", "2", "--finetune")
+    ran = kvkeep(*words, "--model-rate", "0.001")
+    assert ran.status == 0, ran.err
+    for word in ("for the model as it was", "for the gradients of a sequence", "in all; about"):
+        assert word in " ".join(ran.err.split())
+    assert f"use it as --model {out / 'model'} --policy kvpop:{out}" in ran.out
+    assert "with nothing evicted" in ran.out
+    question = ("--entries", "24", "--context", context, "--question", "When?", "--max-new-tokens", "2")
+    answered = kvkeep("run", "--model", out / "model", "--policy", f"kvpop:{out}", *question)
+    assert answered.status == 0, answered.err
+    refused = kvkeep("run", "--model", folder, "--policy", f"kvpop:{out}", *question)
+    assert refused.status == 2
+    control = kvkeep(*words[:11], tmp_path / "control", *words[12:], "--control", "streaming-llm", "--json").json
+    assert control["policy"] == "online-streaming-llm"
+    assert control["finetune"]["control"] == "streaming-llm"
+    alone = kvkeep(*words[:-1], "--control", "dense")
+    assert alone.status == 2
+    assert "add --finetune" in " ".join(alone.err.split())
+
+
 def test_what_cannot_be_is_refused(kvkeep, folder, texts, context, tmp_path):
     words = ("train", "kvpop", "--model", folder, "--out", tmp_path / "out", "--entries", "24")
     one = kvkeep(*words, "--text", context)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvkeep.errors import ResultsError
-from kvkeep.evolve.archive import BOUNDS, Archive, cell_of, plateau
+from kvkeep.evolve.archive import BOUNDS, Archive, cell_of
 from kvkeep.evolve.context import FEATURES, PrefillContext
 from kvkeep.evolve.traits import Traits, behaviour_of, snapkv_sets, traits_of
 
@@ -130,18 +130,3 @@ def test_the_yardstick_of_overlap_keeps_the_window() -> None:
     (kept,) = snapkv_sets([made])
     assert len(kept) == made.K
     assert traits_of([made], [kept], [kept]).overlap == 1
-
-
-def test_a_plateau_is_told_in_words() -> None:
-    assert plateau([], {}, None, 0) == []
-    assert plateau([(0, 50.0), (18, 60.0)], {"evaluated": 20}, 3.0, 9) == []  # it is still getting better
-    said = plateau([(0, 50.0), (5, 51.0)], {"evaluated": 12, "duplicate": 40, "gated": 8}, 4.0, 2)
-    assert said[0] == "No better program came in the last 54 of 60 candidates; the best is number 5."
-    text = " ".join(said)
-    assert "67% of the candidates keep the very entries" in text
-    assert "1.00 points above the seed, less than the 4.00" in text
-    assert "Only 2 cells" in text
-    assert "fall at the first stage" not in text
-    assert "fall at the first stage" in " ".join(plateau([(0, 50.0)], {"gated": 30, "evaluated": 5}, None, 9))
-    assert "refused" in " ".join(plateau([(0, 50.0)], {"refused": 10, "rejected": 10, "evaluated": 15}, None, 9))
-    assert "no better member" in plateau([(0, 50.0), (1, 70.0)], {"evaluated": 40}, 1.0, 9)[-1]

@@ -153,6 +153,19 @@ def test_what_breaks_a_rule_is_refused_before_any_forward(
     assert reads.jobs == before + 10  # the other one's samples
 
 
+def test_what_breaks_on_a_later_sample_is_refused_before_any_forward(loaded: Any, reads: Reads, sandbox: Any) -> None:
+    """Else it would stand in the way of one that keeps the same entries of the probe, and does not break."""
+    cascade = cascade_of(loaded, reads, sandbox)
+    cascade.measure_yardstick()
+    last = float(cascade.contexts("stage2")[-1].key_norm.sum())
+    fragile = program(f"context.global_attention + np.zeros(1)[int(float(context.key_norm.sum()) == {last!r})]")
+    before = reads.jobs
+    broken, sound = cascade.evaluate([fragile, program("context.global_attention")], {}, gated=False)
+    assert (broken.status, broken.stage, broken.reason, broken.behaviour) == ("refused", "probe", "crash", "")
+    assert sound.status == "evaluated"
+    assert reads.jobs == before + 10
+
+
 def test_what_keeps_the_same_entries_is_not_evaluated_twice(loaded: Any, reads: Reads, sandbox: Any) -> None:
     cascade = cascade_of(loaded, reads, sandbox)
     cascade.measure_yardstick()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,30 @@ def test_a_control_spends_what_it_may(name: str) -> None:
         assert [p.digest for p in other.programs] + other.policies != [
             p.digest for p in twice.programs
         ] + twice.policies
+
+
+@pytest.mark.parametrize("name", ["random-weights", "snapkv"])
+def test_a_control_that_was_stopped_goes_on_with_the_next_batch(name: str) -> None:
+    known: dict[str, list[Evaluation]] = {}
+
+    def kept(batch: str, judge: Any, most: int = 100) -> list[Evaluation]:
+        if batch not in known:
+            if len(known) == most:
+                raise KeyboardInterrupt
+            known[batch] = judge()
+        return known[batch]
+
+    seed, first, second = seed_program("frc"), Judge(), Judge()
+    with pytest.raises(KeyboardInterrupt):
+        run_control(name, first, seed, Grammar(), evaluations=20, kept=partial(kept, most=2))  # type: ignore[arg-type]
+    assert len(first.programs) + len(first.policies) == 16
+    control = run_control(name, second, seed, Grammar(), evaluations=20, kept=kept)  # type: ignore[arg-type]
+    assert len(second.programs) + len(second.policies) == 4
+    judge: Any = Judge()
+    assert control == run_control(name, judge, seed, Grammar(), evaluations=20)
+    other: Any = Judge()
+    run_control(name, other, seed, Grammar(), evaluations=20, chance=1, kept=kept)
+    assert len(other.programs) + len(other.policies) == 20  # other candidates are other batches
 
 
 def test_weights_alone_are_drawn_and_the_grid_covers_its_ends() -> None:

@@ -77,6 +77,11 @@ def f(context):
     return np.lib.stride_tricks.sliding_window_view(context.position, 3).mean(axis=-1)
 ---
 def f(context):
+    x, some = context.key_norm, context.key_norm > 1
+    np.log(x, out=np.zeros_like(x), where=some)
+    return np.sum(x, where=some) + x.mean(where=some) + np.add.reduce(x, where=some)
+---
+def f(context):
     return np.finfo(np.float32).eps * np.inf
 ---
 def f(context):
@@ -114,6 +119,8 @@ class A: pass
 ---
 match context:
     case 1: pass
+---
+np.add(1, 2, **{'where': True})
 """,
     "import": """
 import numpy as np
@@ -248,6 +255,20 @@ f.memory = 3
 for context.L in range(3): pass
 ---
 [0 for context.L in range(3)]
+""",
+    "state": """
+np.divide(context.key_norm, context.value_norm, where=context.value_norm > 0)
+---
+np.log(context.key_norm, out=None, where=context.key_norm > 0)
+---
+f = np.add
+return f(context.key_norm, 1, where=context.key_norm > 0)
+---
+[np.add][0](context.key_norm, 1, where=context.key_norm > 0)
+---
+np.pad(context.key_norm, 3, mode='empty')
+---
+np.pad(context.key_norm, 3, 'empty')
 """,
 }
 

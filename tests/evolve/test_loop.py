@@ -25,7 +25,15 @@ from kvkeep.evolve.cascade import Cascade
 from kvkeep.evolve.evaluating import Evaluator
 from kvkeep.evolve.evaluation import CascadeSettings, Evaluation, Score, Yardstick
 from kvkeep.evolve.history import Candidate, Generation, History, SearchLog, read_history
-from kvkeep.evolve.loop import SearchResult, SearchSettings, Stand, feedback_of, replay, search, search_facts
+from kvkeep.evolve.loop import (
+    Progress,
+    SearchResult,
+    SearchSettings,
+    feedback_of,
+    replay,
+    search,
+    search_facts,
+)
 from kvkeep.evolve.mutators.grammar import Grammar
 from kvkeep.evolve.mutators.protocol import Mutator, Parent, Proposal, SpendLimitReached
 from kvkeep.evolve.program import Program, seed_program
@@ -102,14 +110,14 @@ class Limited(Grammar):
 
 
 def run(
-    folder: Path, candidates: int, mutator: Mutator | None = None, **changes: Any
+    folder: Path, candidates: int, mutator: Mutator | None = None, seeds: Sequence[str] = SEEDS, **changes: Any
 ) -> tuple[SearchResult, Pretended]:
     cascade: Any = Pretended()
     mutator = mutator or Limited()
     chosen = SearchSettings(**({"islands": 3, "generation": 4, "migration": 2} | changes))
-    seeds = [seed_program(name) for name in SEEDS]
-    with SearchLog(folder, search_facts(chosen, cascade.settings, mutator, seeds)) as log:
-        return search(log, chosen, cascade, mutator, seeds, candidates=candidates), cascade
+    programs = [seed_program(name) for name in seeds]
+    with SearchLog(folder, search_facts(chosen, cascade.settings, mutator, programs)) as log:
+        return search(log, chosen, cascade, mutator, programs, candidates=candidates), cascade
 
 
 def timeless(history: History) -> list[dict[str, Any]]:
@@ -117,6 +125,8 @@ def timeless(history: History) -> list[dict[str, Any]]:
     records = [generation.to_dict() for generation in history.generations]
     for record in records:
         record["seconds"] = 0
+        if record["seed_again"]:
+            record["seed_again"] |= {"guard_seconds": 0, "model_seconds": 0}
         for candidate in record["candidates"]:
             if candidate["evaluation"]:
                 candidate["evaluation"] |= {"guard_seconds": 0, "model_seconds": 0}
@@ -129,7 +139,13 @@ def test_a_search_keeps_its_rules(tmp_path: Path) -> None:
     assert len(history.candidates) == 62
     assert [candidate.order for candidate in history.candidates] == list(range(62))
     assert [c.island for c in history.candidates[2:]] == [at % 3 for at in range(60)]
-    assert len(set(cascade.judged)) == len(cascade.judged)  # no text is evaluated twice
+    again = [generation.number for generation in history.generations if generation.seed_again is not None]
+    assert again == [5, 10, 15]
+    assert history.drift() == [(5, 0.0), (10, 0.0), (15, 0.0)]
+    seed = seed_program(SEEDS[0]).digest
+    assert cascade.judged.count(seed) == 4
+    others = [digest for digest in cascade.judged if digest != seed]
+    assert len(set(others)) == len(others)  # no other text is evaluated twice
     digests = [
         candidate.digest for candidate in history.candidates if candidate.status not in ("rejected", "duplicate")
     ]
@@ -148,9 +164,10 @@ def test_a_search_keeps_its_rules(tmp_path: Path) -> None:
     moves = [move for generation in history.generations for move in generation.migrations]
     assert moves
     assert all(g.number % 2 == 0 for g in history.generations if g.migrations)
-    again = read_history(tmp_path)
-    assert timeless(again) == timeless(history)
-    assert again.yardstick is not None
+    read = read_history(tmp_path)
+    assert timeless(read) == timeless(history)
+    assert read.yardstick is not None
+    assert read.drift() == history.drift()
 
 
 @settings(max_examples=4, deadline=None)
@@ -183,6 +200,8 @@ def test_a_torn_line_is_judged_again(tmp_path: Path) -> None:
     assert idle.judged == []
     with pytest.raises(ResultsError, match="islands"):
         run(tmp_path, 24, islands=2)
+    with pytest.raises(ResultsError, match="seeds"):  # the first one is that of controls, and begins island 0
+        run(tmp_path, 24, seeds=SEEDS[::-1])
 
 
 def test_a_spend_limit_ends_a_search_and_says_so(tmp_path: Path) -> None:
@@ -212,11 +231,11 @@ def test_a_search_without_a_seed_that_runs_is_refused(tmp_path: Path) -> None:
 
 
 def test_whoever_watches_is_told(tmp_path: Path) -> None:
-    seen: list[Stand] = []
+    seen: list[Progress] = []
     cascade: Any = Pretended()
     chosen, seeds = SearchSettings(islands=1, generation=5), [seed_program("frc")]
     with SearchLog(tmp_path, search_facts(chosen, cascade.settings, Grammar(), seeds)) as log:
-        search(log, chosen, cascade, Grammar(), seeds, candidates=12, on_stand=seen.append)
+        search(log, chosen, cascade, Grammar(), seeds, candidates=12, on_progress=seen.append)
     assert [stand.done for stand in seen] == sorted(stand.done for stand in seen)
     assert (seen[-1].done, seen[-1].total) == (12, 12)
     assert sum(seen[-1].counts.values()) == 13

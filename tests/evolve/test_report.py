@@ -20,8 +20,9 @@ from kvkeep.evolve.mutators.grammar import Grammar
 from kvkeep.evolve.mutators.protocol import Proposal
 from kvkeep.evolve.program import Program, seed_program
 from kvkeep.evolve.promotion import FULL, RANDOM, Measured
+from kvkeep.evolve.ranks import first_stage_and_frc
 from kvkeep.evolve.report import write_search_report
-from kvkeep.evolve.report.parts import first_stage_and_frc, grids, lineage, reasons
+from kvkeep.evolve.report.parts import grids, lineage, reasons
 
 from .test_controls import Judge
 
@@ -77,6 +78,7 @@ def test_the_page_has_all_parts_and_fetches_nothing(folder: Path) -> None:
     assert "https://" not in text
     assert text.count("<svg") >= 2
     assert "random-weights" in text
+    assert "judged again after 1 of the generations, had at most 0.0 points" in text
     assert "query-agnostic" in text
     assert write_search_report(folder).read_text(encoding="utf-8") == text
 

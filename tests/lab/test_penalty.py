@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvkeep.lab.instance import Instance, InstanceError, forced_error
 from kvkeep.lab.measuring import measure
-from kvkeep.lab.penalty import free_error, free_weights, grown_set, penalty
+from kvkeep.lab.penalty import free_error, free_weights, grown_set, grown_sets, penalty
 from kvkeep.lab.selection import best_set, top_mass
 
 from .instances import instances, random_instance
@@ -71,6 +71,15 @@ def test_a_grown_set_has_its_size(instance, data):
     entries = data.draw(st.integers(1, instance.size - 1))
     kept = grown_set(instance, entries)
     assert len(set(kept.tolist())) == entries
+
+
+@given(instances() | st.integers(0, 50).map(lambda seed: random_instance(60, 5, seed)), st.data())
+def test_one_search_grows_the_sets_of_all_budgets(instance, data):
+    budgets = data.draw(st.lists(st.integers(1, instance.size - 1), max_size=4))
+    found = grown_sets(instance, budgets)
+    assert set(found) == set(budgets)
+    for entries, kept in found.items():
+        assert kept.tolist() == grown_set(instance, entries).tolist()
 
 
 def test_growing_beats_top_mass_on_most_rows():

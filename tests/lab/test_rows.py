@@ -8,7 +8,7 @@ import torch
 
 import kvkeep
 from kvkeep.errors import UnsupportedError
-from kvkeep.hf import substitute
+from kvkeep.hf import attention, substitute
 from kvkeep.lab import rows as lab_rows
 from kvkeep.lab.instance import InstanceError
 from kvkeep.lab.rows import Place, RowError, capture_rows, cells_of, read_instance, sample_places, save_rows
@@ -82,7 +82,7 @@ def test_a_row_that_is_not_the_models_is_refused(monkeypatch):
     model, _ = fake_model()
 
     def halved(*args, **kwargs):
-        output, weights = substitute.sdpa_attention_forward(*args, **kwargs)
+        output, weights = attention.sdpa_attention_forward(*args, **kwargs)
         return output / 2, weights
 
     original = substitute._through

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from kvkeep import KeepCache
 from kvkeep.errors import BudgetError, ModelFileError
-from kvkeep.hf.models import weights_fingerprint
-from kvkeep.learn import InputStatistics, KVpopConfig, KVpopScorer, LearnError, ModelShape
+from kvkeep.hf.models import weights_identity
+from kvkeep.hf.support import CACHE_ARGUMENT, plan_model
+from kvkeep.learn import InputStatistics, KVpopConfig, KVpopScorer, LearnError, ModelShape, evict_at
 from kvkeep.learn.config import FEATURES, INPUTS, SCORER_NAMES
+from kvkeep.learn.evicting import evicting
 from kvkeep.learn.policy import KVpop, ShippedKVpop
 from kvkeep.learn.stepping import stepper_of
 from kvkeep.policies import parse_policy, policy_string
@@ -67,8 +69,10 @@ def test_a_step_is_the_scorers_own(kind, feature, cap, skip, batch, seed):
 
 @pytest.mark.parametrize("kind", SCORER_NAMES)
 @pytest.mark.parametrize("inputs", INPUTS)
-def test_it_is_a_policy_as_all_are(kind, inputs):
-    check_policy(KVpop(scorer(kind, ModelShape(1, 2, 8), inputs=inputs)))
+@pytest.mark.parametrize("delayed", [True, False])
+def test_it_is_a_policy_as_all_are(kind, inputs, delayed):
+    if delayed or kind == "mlstm":
+        check_policy(KVpop(scorer(kind, ModelShape(1, 2, 8), inputs=inputs, delayed=delayed)))
 
 
 @pytest.mark.parametrize("kind", ["mlstm", "mlp"])
@@ -117,23 +121,43 @@ def test_the_memory_is_counted_as_in_training():
     cache = KeepCache(model, policy, entries=64)
     read_all = torch.randint(3, 128, (1, 90), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        model(read_all, **{_cache_argument(): cache})
+        model(read_all, **{CACHE_ARGUMENT: cache})
     assert max(cache.ledger.entries_per_cell[0][0]) == expected.held
     assert cache.ledger.state_bytes == 3 * 2 * (16 * 9 + 1) * 4
     with pytest.raises(BudgetError, match="5 for the policy's memory"):
         KeepCache(model, policy, entries=10)
 
 
-def _cache_argument():
-    from kvkeep.hf.support import CACHE_ARGUMENT
+def test_a_memory_that_is_read_early():
+    """Scores of the whole text, from the definition, in a cache that gets it in chunks; they are counted as held."""
+    model, ids = tiny_model("llama"), text(rows=2)
+    made = scorer(delayed=False, window=5, budget=16).double()
+    geometry = made.config.geometry(16, 8)
+    assert made.config.state_numbers(16) == 4 * 3 + 1 + 5
+    evicted = {}
 
-    return CACHE_ARGUMENT
+    def decide(layer):
+        x, cells = layer.inputs("cached").double(), TINY.cells_of(layer.ordinal)
+        evicted[layer.layer] = evict_at(made.priorities(x, cells).detach(), geometry, ids.shape[1])
+        return evicted[layer.layer]
 
-
-def test_a_scorer_that_does_not_read_late_is_refused():
-    with pytest.raises(LearnError, match="delayed=False"):
-        KVpop(scorer(delayed=False))
-    KVpop(scorer("mlp", delayed=False))
+    with torch.no_grad(), evicting(model, decide):
+        expected = model(ids, use_cache=False).logits
+    for sizes in ([ids.shape[1]], [1] * ids.shape[1], [3, 1, 12, 1, 20]):
+        cache = KeepCache(model, KVpop(made), entries=16)
+        logits = []
+        for piece in ids.split(sizes, 1):
+            with torch.no_grad():
+                logits.append(model(piece, **{CACHE_ARGUMENT: cache}).logits)
+        torch.testing.assert_close(torch.cat(logits, 1), expected, rtol=1e-6, atol=1e-6)
+        for row in range(2):
+            held = (evicted[1][row, 1] > ids.shape[1] - 1).nonzero()[:, 0]
+            assert torch.equal(cache.kept_positions(1, row, 1), held)
+    assert cache.ledger.state_bytes == 3 * 2 * 2 * made.config.state_numbers(16) * 8  # float64 here
+    late = scorer(window=5, budget=16).double()
+    other = KeepCache(model, KVpop(late), entries=16)
+    with torch.no_grad():
+        assert (model(ids, **{CACHE_ARGUMENT: other}).logits - expected).abs().max() > 1e-3
 
 
 def test_another_layer_is_refused():
@@ -183,11 +207,30 @@ def test_a_saved_cache_finds_its_scorer_again(folder, tmp_path):
 
 def test_the_model_is_checked_when_a_cache_is_made():
     model, other = tiny_model("llama"), tiny_model("llama", seed=1)
-    shape = ModelShape(3, 2, 16, weights_fingerprint(model))
+    shape = ModelShape(3, 2, 16, weights_identity(model))
     policy = KVpop(scorer(shape=shape))
     KeepCache(model, policy, entries=12)
     with pytest.raises(LearnError, match="train a scorer for this model"):
         KeepCache(other, policy, entries=12)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
+def test_the_floating_type_of_a_model_does_not_matter(architecture):
+    """A scorer of a model in one type serves it in every other one, also where numbers become zero or equal."""
+    model = tiny_model(architecture, torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight[:5] *= 1e-12  # all zero in half precision
+    layers = len([plan for plan in plan_model(model) if plan.window is None])
+    policy = KVpop(scorer(shape=ModelShape(layers, 2, 16, weights_identity(model))))
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        cast = copy.deepcopy(model).to(dtype)
+        assert weights_identity(cast) == policy.scorer.shape.fingerprint
+        KeepCache(cast, policy, entries=24)
+    with torch.no_grad():
+        weight = model.lm_head.weight
+        weight += 0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(5))
+    with pytest.raises(LearnError, match="load the same weights"):
+        KeepCache(model, policy, entries=24)
 
 
 def test_the_shipped_one_is_found_by_the_model(monkeypatch, tmp_path):
@@ -197,7 +240,7 @@ def test_the_shipped_one_is_found_by_the_model(monkeypatch, tmp_path):
     assert [policy_string(parse_policy(name)) for name in ("kvpop", "kvpop-mlp")] == ["kvpop", "kvpop-mlp"]
     with pytest.raises(LearnError, match="kvkeep train kvpop"):
         KeepCache(model, "kvpop", entries=12)
-    shape = ModelShape(3, 2, 16, weights_fingerprint(model))
+    shape = ModelShape(3, 2, 16, weights_identity(model))
     for budget in (12, 40):
         scorer(shape=shape, budget=budget, seed=budget).save_pretrained(tmp_path / f"tiny-{budget}")
     scorer("mlp", shape=shape).save_pretrained(tmp_path / "tiny-mlp")

@@ -19,11 +19,12 @@ from kvkeep.hf.support import CACHE_ARGUMENT
 from kvkeep.learn import KVpopConfig, KVpopScorer, LearnError, boundary_loss, causal_lse, sample_queries
 from kvkeep.learn.checkpoint import FILE
 from kvkeep.learn.curves import write_training_page
+from kvkeep.learn.loop import learning_rate, place_of
 from kvkeep.learn.policy import KVpop
 from kvkeep.learn.settings import TrainSettings
 from kvkeep.learn.texts import Corpus, windows_of
 from kvkeep.learn.traces import shape_of, trace
-from kvkeep.learn.train import learning_rate, place_of, train
+from kvkeep.learn.train import train
 from kvkeep.results.appending import whole_lines
 from kvkeep.tasks.text import Message, sotu_messages
 from kvkeep.testing import fake_model

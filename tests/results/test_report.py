@@ -19,8 +19,8 @@ from kvkeep.results.report import write_report
 from kvkeep.results.report.charts import clean, curve
 from kvkeep.results.report.heat import head_maps
 from kvkeep.results.report.numbers import interval_text, n_text, number_text
-from kvkeep.results.report.page import _text
 from kvkeep.results.report.predictions import choose, script_json
+from kvkeep.results.report.rendering import style_sheet, text_of
 from kvkeep.results.report.styles import styles_of
 from kvkeep.results.statistics import Measurement, mean_interval
 from kvkeep.results.summary import points
@@ -92,7 +92,7 @@ def test_the_page_fetches_nothing(html: str) -> None:
         for name in ("href", "xlink:href"):
             link = attributes.get(name)
             assert link is None or link.startswith(("#", "data:,")) or link in {"results.parquet", "table.md"}
-    assert "http" not in _text("page.js") + _text("page.css").replace("http-equiv", "")
+    assert "http" not in text_of("kvkeep.results.report", "page.js") + style_sheet().replace("http-equiv", "")
     assert "url(" not in html
 
 
@@ -267,7 +267,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def schemes() -> Iterator[dict[str, str]]:
-    light, dark = re.findall(r":root \{(.*?)\n\s*\}", _text("page.css"), re.S)
+    light, dark = re.findall(r":root \{(.*?)\n\s*\}", style_sheet(), re.S)
     for text in (light, dark):
         yield dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", text))
 

@@ -14,7 +14,7 @@ from kvkeep.bench.rollouts import problem_of
 from kvkeep.bench.settings import Protocol, Settings, is_online
 from kvkeep.budget import Budget
 from kvkeep.hf.cache import KeepCache
-from kvkeep.hf.decoding import decode_batch, greedy
+from kvkeep.hf.decoding import decode_batch, end_tokens, greedy
 from kvkeep.hf.prompting import Context, Prompting
 from kvkeep.hf.scoring import kl_divergence
 from kvkeep.hf.support import CACHE_ARGUMENT
@@ -73,9 +73,7 @@ class Measurer:
         self.prompting = Prompting(tokenizer, settings.template)
         self._identity, self._versions, self._batch_rows = identity, versions, batch_rows
         self._memory_limit = memory_limit
-        ends = getattr(model.generation_config, "eos_token_id", None)
-        given = ends if isinstance(ends, list | tuple) else [ends]
-        self._stop_tokens = {int(end) for end in given if end is not None} | self.prompting.stop_tokens
+        self._stop_tokens = end_tokens(model, tokenizer)
         self._breaks: dict[int, bool] = {}
 
     def rows(self, sample: Sample, wanted: Callable[[Key], bool] = lambda key: True) -> Iterator[Row]:

@@ -126,6 +126,8 @@ def _print(found: Summary) -> None:
     if found.contrasts:
         console.print("\nDifferences on the same questions: points of the score, 95 % interval over contexts\n")
         console.print(_contrasts(found.contrasts))
+        for remark in sorted({one.note for one in found.contrasts if one.note and one.metric == "score"}):
+            console.print(f"note: {remark}")
     masking = found.masking
     if masking is not None:
         console.print(

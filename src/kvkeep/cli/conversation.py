@@ -17,9 +17,10 @@ from rich.text import Text
 from kvkeep.cli.loading import working
 from kvkeep.cli.options import OptionError
 from kvkeep.cli.output import WrappedStream, note, size
+from kvkeep.hf.generation import Answer, joint_rate
 from kvkeep.hf.models import model_sha256
 from kvkeep.hf.policy_table import table_to_text
-from kvkeep.hf.session import Answer, Session, joint_rate
+from kvkeep.hf.session import Session
 from kvkeep.hf.sources import dtype_name
 
 SCHEMA_VERSION = 1

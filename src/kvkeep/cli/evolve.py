@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvkeep.budget import parse_bytes
 from kvkeep.cli.bench import Counts, Ratios
-from kvkeep.cli.evolve_output import print_search, record_of, said, watching
+from kvkeep.cli.evolve_output import print_search, progress_line, record_of, watching
 from kvkeep.cli.loading import load
 from kvkeep.cli.options import (
     Count,
@@ -134,8 +134,18 @@ def evolve(
     from kvkeep.hf.models import model_sha256
     from kvkeep.hf.pools import make_pool
 
+    _check_mutator(mutator, llm, recording)
+    _check_idle(mutator == "llm", "--mutator llm", {"--base-url": base_url, "--token-limit": token_limit})
+    for_promotion = {
+        "--promote-length": promote_length,
+        "--promote-ratio": promote_ratio,
+        "--unseen-task": unseen_task,
+        "--second-model": second_model,
+    }
+    _check_idle(promote, "--promote", for_promotion)
     seeds = [_seed(name) for name in dict.fromkeys(seed_program)]
     tasks, unseen = _tasks(task), _tasks(unseen_task)
+    _check_unseen(tasks, unseen)
     cascade_settings = CascadeSettings(Budget(compression_ratio=compression_ratio), measure, gate, reconstruction)
     search_settings = SearchSettings(islands=islands, generation=generation, seed=seed)
     first = max(1, samples // 4)
@@ -148,7 +158,6 @@ def evolve(
         protocol=protocol,
     )
     folder, store = out.expanduser(), SampleStore(limit_bytes=parse_bytes(sample_cache_bytes))
-    _check_mutator(mutator, llm, recording)
     with ExitStack() as stack:
         sandbox = stack.enter_context(Sandbox(unsafe=unsafe_no_sandbox))
         loaded = load(model, dtype=dtype, device=device)
@@ -158,8 +167,10 @@ def evolve(
             "dtype": str(loaded[0].dtype).removeprefix("torch."),
             "tasks": [one.name for one in tasks],
             "samples": sample_settings.to_dict(),
+            "device": device,
             "isolation": sandbox.isolation,
             "llm": llm,
+            "style": style if mutator == "llm" else None,
             "versions": _versions(),
         }
         evaluator = Evaluator(*loaded, generate=measure == "task", batch_rows=batch_rows)
@@ -173,8 +184,10 @@ def evolve(
             samples=max(2, promote_samples),
             search=sample_settings,
         )
-        if promote:
-            check_samples(elsewhere, loaded[1], [*tasks, *unseen])  # now, and not at the end of a long search
+        others = [] if second_model is None else [(second_model, load(second_model, dtype=dtype, device=device))]
+        if promote:  # now, and not at the end of a long search
+            for _, tokenizer in (loaded, *(other for _, other in others)):
+                check_samples(elsewhere, tokenizer, [*tasks, *unseen])
         with watching() as watch:
             recorded = store.collect(
                 *loaded,
@@ -190,11 +203,13 @@ def evolve(
         with watching() as watch:
             cascade = Cascade(recorded, cascade_settings, evaluator.read_on(pool), sandbox)
             campaign = Campaign(log, search_settings, cascade, changing, seeds)
-            result = campaign.search(candidates, lambda stand: watch(said(stand), stand.done, stand.total))
+            result = campaign.search(
+                candidates, lambda progress: watch(progress_line(progress), progress.done, progress.total)
+            )
             _write_best(folder, result)
-            fought: list[Control] = []
+            controls_run: list[Control] = []
             if controls:
-                fought = campaign.control(
+                controls_run = campaign.control(
                     CONTROLS,
                     candidates,
                     _fresh(changing, mutator),
@@ -202,11 +217,8 @@ def evolve(
                 )
             found: list[Verdict] = []
             if promote:
-                models = [(model, evaluator)]
-                if second_model is not None:
-                    other = load(second_model, dtype=dtype, device=device)
-                    models.append((second_model, Evaluator(*other, batch_rows=batch_rows)))
-                for name, reading in models:
+                further = [(name, Evaluator(*other, batch_rows=batch_rows)) for name, other in others]
+                for name, reading in ((model, evaluator), *further):
                     found = campaign.promote(
                         elsewhere,
                         reading,
@@ -219,9 +231,9 @@ def evolve(
                     )
     page = _page(folder)
     if json:
-        print_json(record_of(folder, result, fought, found, page))
+        print_json(record_of(folder, result, controls_run, found, page))
         return
-    print_search(folder, result, fought, found, page)
+    print_search(folder, result, controls_run, found, page)
 
 
 def _seed(name: str) -> Program:
@@ -249,6 +261,26 @@ def _check_mutator(name: str, llm: str | None, recording: Path | None) -> None:
             expected="--llm MODEL with --mutator llm and only there, and --recording FOLDER with --mutator replay",
             received=f"--mutator {name}, --llm {llm}, --recording {recording}",
             remedy="for example --mutator llm --llm qwen3:8b --base-url http://localhost:11434/v1",
+        )
+
+
+def _check_idle(wanted: bool, by: str, options: dict[str, Any]) -> None:
+    """Refuse options that do nothing without another one."""
+    given = [name for name, value in options.items() if value]
+    if given and not wanted:
+        raise OptionError(
+            expected=f"{by} beside {', '.join(given)}",
+            received=f"no {by}, without which they do nothing",
+            remedy=f"add {by}, or leave them out",
+        )
+
+
+def _check_unseen(tasks: list[Any], unseen: list[Any]) -> None:
+    if seen := sorted({task.name for task in tasks} & {task.name for task in unseen}):
+        raise OptionError(
+            expected="as --unseen-task only what the search has no samples of",
+            received=f"{', '.join(seen)}, which --task names too",
+            remedy="leave it out of one of them",
         )
 
 

@@ -14,7 +14,7 @@ from kvkeep.cli.output import progress_bar, stdout
 
 if TYPE_CHECKING:
     from kvkeep.evolve.controls import Control
-    from kvkeep.evolve.loop import SearchResult, Stand
+    from kvkeep.evolve.loop import Progress, SearchResult
     from kvkeep.evolve.promotion import Verdict
 
 
@@ -34,17 +34,20 @@ def watching() -> Iterator[Callable[[str, int, int], None]]:
         yield watch
 
 
-def said(stand: Stand) -> str:
+def progress_line(progress: Progress) -> str:
     """How far a search is, in a line."""
-    best = "" if stand.best is None or stand.seed is None else f" best {stand.best:.1f}, seed {stand.seed:.1f}"
-    stage = f", {stand.stage} {stand.going}" if stand.stage else ""
+    known = progress.best is not None and progress.seed is not None
+    best = f" best {progress.best:.1f}, seed {progress.seed:.1f}" if known else ""
+    stage = f", {progress.stage} {progress.going}" if progress.stage else ""
     return f"search:{best}{stage}"
 
 
 def record_of(
-    folder: Path, result: SearchResult, fought: list[Control], found: list[Verdict], page: Path | None
+    folder: Path, result: SearchResult, controls: list[Control], found: list[Verdict], page: Path | None
 ) -> dict[str, Any]:
     """What was found, for JSON."""
+    from kvkeep.evolve.ranks import rank_correlations
+
     history = result.history
     best, first = history.best, history.candidates[0]
     return {
@@ -63,6 +66,11 @@ def record_of(
             "file": str(folder / "best.py"),
         },
         "cells": result.archive.filled(),
+        "drift": [{"generation": number, "points": points} for number, points in history.drift()],
+        "rank_correlations": [
+            {"what": ranks.what, "spearman": ranks.value, "n": ranks.n, "note": ranks.note}
+            for ranks in rank_correlations(history)
+        ],
         "diagnosis": list(result.diagnosis),
         "stopped": result.stopped,
         "controls": [
@@ -72,7 +80,7 @@ def record_of(
                 "best": None if control.best is None else control.names[control.best],
                 "fitness": None if control.best is None else control.evaluations[control.best].fitness,
             }
-            for control in fought
+            for control in controls
         ],
         "promotion": [verdict.to_dict() for verdict in found],
         "page": None if page is None else str(page),
@@ -80,9 +88,11 @@ def record_of(
 
 
 def print_search(
-    folder: Path, result: SearchResult, fought: list[Control], found: list[Verdict], page: Path | None
+    folder: Path, result: SearchResult, controls: list[Control], found: list[Verdict], page: Path | None
 ) -> None:
     """What was found, for people."""
+    from kvkeep.evolve.ranks import rank_correlations
+
     history, console = result.history, stdout()
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("what")
@@ -91,7 +101,7 @@ def print_search(
     rows = [("seed " + history.candidates[0].name, history.candidates[0].evaluation)]
     if history.best is not None:
         rows.append((f"best, candidate {history.best.order}", history.best.evaluation))
-    for control in fought:
+    for control in controls:
         if control.best is not None:
             rows.append((f"control {control.name}: {control.names[control.best]}", control.evaluations[control.best]))
     for name, evaluation in rows:
@@ -110,6 +120,9 @@ def print_search(
     console.print(f"\n{counts}; {result.archive.filled()} cells filled. 100 points: the full cache; 0: random entries")
     for line in (*result.diagnosis, *((f"stopped: {result.stopped}",) if result.stopped else ())):
         console.print(line)
+    for ranks in rank_correlations(history):
+        if ranks.value is not None:
+            console.print(f"rank correlation of {ranks.what}: {ranks.value:.2f} (n {ranks.n}, {ranks.note})")
     for verdict in (verdict for verdict in found if verdict.part == "all"):
         between = "" if verdict.low is None else f" [{verdict.low:+.3f}, {verdict.high:+.3f}]"
         console.print(

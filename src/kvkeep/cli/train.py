@@ -1,7 +1,8 @@
-"""`kvkeep train`: scorers that foretell attention, trained on a frozen model."""
+"""`kvkeep train`: scorers that foretell attention, and models that are trained with them."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,14 +43,21 @@ def kvpop(
     divergence: Whole = 1,
     checkpoint_every: Count = 8,
     seed: Whole = 0,
+    finetune: Flag = False,
+    control: Literal["streaming-llm", "dense"] | None = None,
+    lora_rank: Count | None = None,
+    model_rate: float | None = None,
+    text_loss: float | None = None,
+    recompute: Flag = False,
     dtype: Dtype = "auto",
     device: Device = "cpu",
     json: Json = False,
 ) -> None:
-    """Train a scorer for every cell of a model; the model itself stays as it is.
+    """Train a scorer for every cell of a model, and with --finetune the model, too.
 
     The folder then is a policy: --policy kvpop:FOLDER. A run that was killed goes on when the same command is given
-    again. While it runs, index.html in the folder shows how far it is.
+    again. While it runs, index.html in the folder shows how far it is. With --finetune the trained model is in
+    FOLDER/model, and `accelerate launch -m kvkeep train kvpop ...` shares the run among several devices.
 
     Args:
         out: Folder of the run and of the scorer.
@@ -73,12 +81,27 @@ def kvpop(
         divergence: Of those, texts that the model reads under the cache, for KL to the full one.
         checkpoint_every: Steps.
         seed: Of the order of texts and pairs.
+        finetune: Train the model as well, to say under the cap what it says with everything held.
+        control: Train the model without a scorer, to compare with: under the fixed pattern of StreamingLLM, or dense.
+        lora_rank: Train adapters of this rank in the place of all weights; they are merged at the end.
+        model_rate: Learning rate of the model; 8e-5 where it is left out.
+        text_loss: Weight of the text's own likelihood beside the distance to the dense model; 0 where it is left out.
+        recompute: Compute layers again for their gradients: less memory, more time.
     """
     from kvkeep.learn import KVpopConfig
-    from kvkeep.learn.settings import Cost, TrainSettings
+    from kvkeep.learn.settings import FinetuneSettings, TrainSettings
     from kvkeep.learn.train import train as run
 
-    config = KVpopConfig(entries, sinks=sinks, window=window, scorer=scorer, width=width, inputs=inputs)
+    tuning = {"control": control, "lora_rank": lora_rank, "learning_rate": model_rate, "text_loss": text_loss}
+    tuning = {name: value for name, value in tuning.items() if value is not None}
+    if not finetune and (tuning or recompute):
+        raise OptionError(
+            expected="--finetune with --control, --lora-rank, --model-rate, --text-loss and --recompute",
+            received="some of these without it",
+            remedy="add --finetune, which trains the model; without it only scorers are trained",
+        )
+    kind = scorer if control is None else "zero"
+    config = KVpopConfig(entries, sinks=sinks, window=window, scorer=kind, width=width, inputs=inputs)
     settings = TrainSettings(
         config,
         length=length,
@@ -93,16 +116,11 @@ def kvpop(
         checkpoint_every=checkpoint_every,
         seed=seed,
     )
+    how = FinetuneSettings(settings, recompute=recompute, **tuning) if finetune else None  # type: ignore[arg-type]
     page_of = _page_writer()
     corpus = corpus_of(text)
-    loaded, tokenizer = load(model, dtype=dtype, device=device)
+    loaded, tokenizer = load(model, dtype=dtype, device=own_device(device) if finetune else device)
     out = out.expanduser()
-
-    def on_cost(cost: Cost) -> None:
-        note(
-            f"{cost.parameters:,} parameters; beside the model {size(cost.training_bytes)} for training and "
-            f"{size(cost.layer_bytes)} for a layer of a sequence; about {duration(cost.seconds)}"
-        )
 
     with progress_of_steps() as on_step:
 
@@ -111,34 +129,33 @@ def kvpop(
             if progress.look and progress.look["step"] == progress.step:
                 page_of(out)
 
-        trained = run(
-            loaded,
-            tokenizer,
-            corpus,
-            settings,
-            out,
-            name=model,
-            warm_start=warm_start,
-            on_cost=on_cost,
-            on_progress=on_progress,
-        )
+        told: dict[str, Any] = {"name": model, "warm_start": warm_start, "on_cost": tell_cost}
+        told["on_progress"] = on_progress
+        if how is None:
+            trained = run(loaded, tokenizer, corpus, settings, out, **told)
+            parameters = sum(parameter.numel() for parameter in trained.parameters())
+            use = {"folder": str(out), "policy": f"kvpop:{out}"}
+        else:
+            from kvkeep.learn.finetune import finetune as run_both
+
+            tuned = run_both(loaded, tokenizer, corpus, how, out, **told)
+            if tuned is None:
+                return  # another process writes, and says what there is to say
+            parameters = tuned.parameters
+            fixed = "online-streaming-llm" if control == "streaming-llm" else "full"
+            policy = fixed if tuned.scorer is None else f"kvpop:{out}"
+            use = {"folder": str(out), "model": str(tuned.model), "policy": policy}
     page_of(out)
     last = last_look(out)
     if json:
-        print_json(
-            {"schema_version": 1, "folder": str(out), "policy": f"kvpop:{out}", "settings": settings.to_dict(), **last}
-        )
+        more = {} if how is None else {"finetune": how.to_dict()}
+        print_json({"schema_version": 1, **use, "settings": settings.to_dict(), **more, **last})
         return
     console = stdout()
     if last:
-        console.print(
-            f"held out: loss {last['loss']:.3f}, recall {last['recall']:.3f}, future attention held "
-            f"{last['kept_mass']:.3f} (oracle {last['oracle_mass']:.3f}, newest {last['recent_mass']:.3f})"
-            + (f", KL {last['kl']:.4f}" if "kl" in last else ""),
-            soft_wrap=True,
-        )
-    parameters = sum(parameter.numel() for parameter in trained.parameters())
-    console.print(f"{parameters:,} parameters in {out}; use it as --policy kvpop:{out}", soft_wrap=True)
+        console.print(held_out_text(last), soft_wrap=True)
+    options = " ".join(f"--{name} {use[name]}" for name in ("model", "policy") if name in use)
+    console.print(f"{parameters:,} parameters in {out}; use it as {options}", soft_wrap=True)
 
 
 @train.command
@@ -228,6 +245,38 @@ def last_look(folder: Path) -> dict[str, Any]:
 
     looks = [record for _, record in whole_lines(folder / ROWS) if str(record["key"]).startswith("look")]
     return {name: value for name, value in looks[-1].items() if name != "key"} if looks else {}
+
+
+def own_device(device: str) -> str:
+    """The device of this process among those of a launch; processes that share one CPU or name their device keep it."""
+    rank = os.environ.get("LOCAL_RANK")
+    return f"cuda:{rank}" if device == "cuda" and rank is not None else device
+
+
+def tell_cost(cost: Any) -> None:
+    """Say before a run what it will take."""
+    teacher = f", {size(cost.teacher_bytes)} for the model as it was" if cost.teacher_bytes else ""
+    parts = f"{size(cost.training_bytes)} for training{teacher} and "
+    if cost.graph_bytes:
+        parts += f"{size(cost.graph_bytes)} for the gradients of a sequence: {size(cost.total_bytes)} in all"
+    else:
+        parts += f"{size(cost.layer_bytes)} for a layer of a sequence"
+    note(f"{cost.parameters:,} parameters; beside the model {parts}; about {duration(cost.seconds)}")
+
+
+def held_out_text(look: dict[str, Any]) -> str:
+    """The last look at held-out texts, in a line."""
+    found = [f"loss {look['loss']:.3f}"]
+    if "recall" in look:
+        found += [
+            f"recall {look['recall']:.3f}, future attention held {look['kept_mass']:.3f} (oracle "
+            f"{look['oracle_mass']:.3f}, newest {look['recent_mass']:.3f})"
+        ]
+    if "kl" in look:
+        found += [f"KL {look['kl']:.4f}"]
+    if "dense_kl" in look:
+        found += [f"with nothing evicted {look['dense_kl']:.4f}"]
+    return "held out: " + ", ".join(found)
 
 
 def duration(seconds: float) -> str:

@@ -9,7 +9,7 @@ compared.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,51 +161,3 @@ def _ranked(grid: Mapping[Any, Elite]) -> list[Elite]:
     for elite in sorted(grid.values(), key=lambda e: (-e.fitness, e.order)):
         found.setdefault(elite.digest, elite)
     return list(found.values())
-
-
-def plateau(
-    best: Sequence[tuple[int, float]], counts: Mapping[str, int], half_width: float | None, filled: int
-) -> list[str]:
-    """Why a search may have stopped to get better, in words; nothing where it has not.
-
-    Args:
-        best: number of the candidate and its fitness, each time a better one came, the seed first.
-        counts: candidates by status: evaluated, duplicate, refused, gated, flagged, rejected.
-        half_width: half of the width of the best one's interval; None where there is none.
-        filled: cells of the archive.
-    """
-    total = sum(counts.values())
-    if not best or total < 10:
-        return []
-    last = best[-1][0]
-    since = total - 1 - last
-    if since < max(10, total // 3):
-        return []
-    said = [f"No better program came in the last {since} of {total} candidates; the best is number {last}."]
-    shares = {name: count / total for name, count in counts.items()}
-    if shares.get("duplicate", 0) > 0.3:
-        said.append(
-            f"{shares['duplicate']:.0%} of the candidates keep the very entries of an earlier one: the mutator has "
-            "run out of programs that differ, or its changes are too small to matter. Try another mutator or seed."
-        )
-    if shares.get("gated", 0) > 0.5:
-        said.append(
-            f"{shares['gated']:.0%} fall at the first stage: changes are too large, or the gate is too high for "
-            "this budget."
-        )
-    if shares.get("refused", 0) + shares.get("rejected", 0) > 0.3:
-        share = shares.get("refused", 0) + shares.get("rejected", 0)
-        said.append(f"{share:.0%} are refused or no program at all: see the table of reasons.")
-    gain = best[-1][1] - best[0][1]
-    if half_width is not None and gain < half_width:
-        said.append(
-            f"The best is {gain:.2f} points above the seed, less than the {half_width:.2f} by which its own score is "
-            "unsure: more samples in stage2 would tell differences that these cannot."
-        )
-    if filled <= 3:
-        said.append(
-            f"Only {filled} cells of the archive are filled: all programs do much the same. Begin from several seeds."
-        )
-    if len(said) == 1:
-        said.append("Candidates differ and are evaluated; this family of programs may have no better member here.")
-    return said

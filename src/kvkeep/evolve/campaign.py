@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ from kvkeep.errors import ResultsError
 from kvkeep.evolve.cascade import Cascade
 from kvkeep.evolve.controls import Control, run_control
 from kvkeep.evolve.evaluating import Evaluator
+from kvkeep.evolve.evaluation import Evaluation
 from kvkeep.evolve.history import Candidate, History, SearchLog
-from kvkeep.evolve.loop import SearchResult, SearchSettings, Stand, search
+from kvkeep.evolve.loop import Progress, SearchResult, SearchSettings, search
 from kvkeep.evolve.mutators.protocol import Mutator
 from kvkeep.evolve.program import Program
 from kvkeep.evolve.promotion import OTHER, Measured, PromotionSettings, Verdict, cells, measure_cell, verdicts
@@ -24,7 +26,8 @@ from kvkeep.tasks.protocols import Task
 
 BEST = "best"
 OTHERS = 4
-CONTROLS, PROMOTION = "controls/", "promotion/"
+# How keys in the log begin. A control has a record for each batch, and one for the whole.
+CONTROLS, PARTS, PROMOTION = "controls/", "control-parts/", "promotion/"
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Campaign:
     mutator: Mutator
     seeds: Sequence[Program]
 
-    def search(self, candidates: int, on_stand: Callable[[Stand], None] = lambda stand: None) -> SearchResult:
+    def search(self, candidates: int, on_progress: Callable[[Progress], None] = lambda progress: None) -> SearchResult:
         """Search until so many candidates were proposed; see `loop.search`."""
         return search(
             self.log,
@@ -54,7 +57,7 @@ class Campaign:
             self.mutator,
             self.seeds,
             candidates=candidates,
-            on_stand=on_stand,
+            on_progress=on_progress,
         )
 
     def control(
@@ -84,10 +87,18 @@ class Campaign:
                     evaluations=evaluations,
                     chance=self.settings.seed,
                     on_done=lambda done, total, name=name: on_control(name, done, total),  # type: ignore[misc]
+                    kept=partial(self._kept, key.replace(CONTROLS, PARTS, 1)),
                 )
                 self.log.append({"key": key, **control.to_dict()})
             found.append(Control.from_dict(self.log.history.others[key]))
         return found
+
+    def _kept(self, control: str, batch: str, judge: Callable[[], list[Evaluation]]) -> list[Evaluation]:
+        """What a batch of a control came to: read from the log, or judged and written down."""
+        key = f"{control}/{batch}"
+        if key not in self.log:
+            self.log.append({"key": key, "evaluations": [evaluation.to_dict() for evaluation in judge()]})
+        return [Evaluation.from_dict(each) for each in self.log.history.others[key]["evaluations"]]
 
     def promote(
         self,

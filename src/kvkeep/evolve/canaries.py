@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvkeep.evolve.context import FEATURES, SCALARS, SINKS, WINDOW, PrefillContext
+from kvkeep.evolve.context import CHUNK_LENGTH, FEATURES, SCALARS, SINKS, WINDOW, PrefillContext
 from kvkeep.evolve.guard import PolicyRefused
-from kvkeep.evolve.program import Program
+from kvkeep.evolve.program import Indices, Program
 from kvkeep.evolve.sandbox import Outcome, Sandbox
 
 # What of a context tells where a position lies, and nothing of what stands there.
@@ -30,9 +30,9 @@ POSITIONAL = ("position", "relative_position", "recency", "sink_mask", "recent_m
 # Agreement beyond chance (0: as two random choices, 1: the same choice) from which on a choice counts as unchanged.
 _SAME = 0.9
 
-_LAYERS = 64  # a program may see so many layers elsewhere
+_FEW_CHUNKS = 4  # with fewer, too much stays where it was
 
-Indices = NDArray[np.integer[Any]]
+_LAYERS = 64  # a program may see so many layers elsewhere
 
 
 @dataclass(frozen=True)
@@ -107,14 +107,21 @@ class Canaries:
 def shuffled(context: PrefillContext, random: np.random.Generator) -> PrefillContext:
     """The context with its content at other positions: features that tell of what stands there move together.
 
-    Each position gets the content of another one, whole, so that the features of one position still agree with each
-    other; only where it lies is not where the model looked.
+    Chunks change places, whole: what the features of a position say still agrees with each other and with the chunk,
+    so that a program cannot tell by a contradiction that it is being tried; only where it lies is not where the model
+    looked. A text of a few chunks is dealt out position by position.
 
     Args:
         context: a recorded one.
         random: draws the order.
     """
-    order = random.permutation(context.L)
+    chunks = context.L // CHUNK_LENGTH
+    order = np.arange(context.L)
+    if chunks < _FEW_CHUNKS:
+        random.shuffle(order)
+    else:
+        whole = order[: chunks * CHUNK_LENGTH].reshape(chunks, CHUNK_LENGTH)
+        order[: whole.size] = whole[random.permutation(chunks)].ravel()
     arrays = context.to_arrays()
     moved = {name: arrays[name][order] for name in FEATURES if name not in POSITIONAL}
     return PrefillContext.from_arrays(arrays | moved)
@@ -208,11 +215,12 @@ def flag_ceiling(score: float, full_low: float, full_high: float) -> PolicyRefus
 
 
 def flag_identical(outputs: Sequence[ArrayLike], full_outputs: Sequence[ArrayLike]) -> PolicyRefused | None:
-    """Refuse results that equal the full cache's to the last bit: then nothing was evicted.
+    """Refuse results that all equal the full cache's: then nothing was evicted.
 
     Args:
         outputs: numbers that the model computed with the program's cache, such as log-probabilities, one array for
-            each sample. Not generated tokens: a good cache may well give the same answers.
+            each sample; compared to the last bit, so round them to what is reproduced. Not generated tokens: a good
+            cache may well give the same answers.
         full_outputs: the same with the full cache.
 
     Returns:
@@ -225,6 +233,6 @@ def flag_identical(outputs: Sequence[ArrayLike], full_outputs: Sequence[ArrayLik
         "identical-to-full",
         "ceiling",
         expected="numbers that differ from the full cache's",
-        received=f"the same ones to the last bit, in all of {len(pairs)} samples",
+        received=f"the same ones in all of {len(pairs)} samples",
         remedy="look at what was evicted: a cut cache computes other sums",
     )

@@ -1,7 +1,8 @@
 """From cheap to dear: what is refused, repeated or hopeless is found before it costs forwards of the model.
 
     source          the text, by an allow-list
-    probe           the program runs in the sandbox on recorded contexts; invariants, canaries; what it keeps is hashed
+    probe           the program runs in the sandbox, on the contexts of all samples and on canaries: invariants; what it
+                    keeps of the probe's samples is hashed. One start of the sandbox serves a batch of candidates
     reconstruction  optional: how far attention to what it keeps is from attention to everything; no forward
     stage1          few samples; below the gate it ends here
     stage2          the others
@@ -13,6 +14,7 @@ that no lucky first stage is ever compared with a whole evaluation.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,10 +25,19 @@ import numpy as np
 from kvkeep.errors import PolicyError, ResultsError
 from kvkeep.evolve.canaries import Canaries, flag_ceiling, flag_identical
 from kvkeep.evolve.context import PrefillContext
-from kvkeep.evolve.evaluating import Indices, Job, Reading, full_job, job_of, job_of_policy, random_job
+from kvkeep.evolve.evaluating import (
+    Job,
+    Reader,
+    Reading,
+    full_job,
+    job_of_policy,
+    jobs_of,
+    random_job,
+    read_side_by_side,
+)
 from kvkeep.evolve.evaluation import CascadeSettings, Evaluation, Score, Status, Yardstick
 from kvkeep.evolve.guard import PolicyRefused, check_source
-from kvkeep.evolve.program import Program
+from kvkeep.evolve.program import Indices, Program
 from kvkeep.evolve.reconstruction import reconstruction_error
 from kvkeep.evolve.sample_store import SampleSet
 from kvkeep.evolve.samples import Recorded, Split
@@ -35,8 +46,7 @@ from kvkeep.evolve.traits import behaviour_of, snapkv_sets, traits_of
 from kvkeep.policies import parse_prompt_policy
 from kvkeep.results.statistics import Estimate, Measurement, mean_interval, stratified_mean
 
-Reader = Callable[[Sequence[Job]], list[Reading]]
-
+ASKED: tuple[Split, ...] = ("probe", "stage1", "stage2")  # splits whose contexts candidates are asked about
 WEIGHTS = (0.25, 0.75)
 RANDOM_DRAWS = 2
 CANARIES = 6  # recorded contexts whose changed twins are tried, at most
@@ -51,7 +61,7 @@ class _Candidate:
     evaluation: Evaluation
     going: bool = True
     scores: dict[str, Score] = field(default_factory=dict)
-    probed: Sequence[Indices] = ()  # what it keeps of each context of the probe
+    kept: dict[Split, Sequence[Indices]] = field(default_factory=dict)  # of each context, by split
 
     def stop(self, status: Status, stage: str, reason: str, detail: str, **more: Any) -> None:
         self.going = False
@@ -164,7 +174,7 @@ class Cascade:
             try:
                 check_source(program.source)
             except PolicyRefused as refusal:
-                _refuse(candidate, "source", refusal)
+                _refuse(candidate, refusal, "source")
         self._probe(_going(candidates), known, on_stage)
         if self.settings.reconstruction:
             self._reconstruct(_going(candidates), on_stage)
@@ -216,18 +226,14 @@ class Cascade:
     def _probe(
         self, candidates: list[_Candidate], known: Mapping[str, str] | None, on_stage: Callable[[str, int], None]
     ) -> None:
-        contexts = self.contexts("probe")
         on_stage("probe", len(candidates))
-        chosen = self._run(candidates, "probe", [*contexts, *self._canaries.contexts])
-        seen = dict(known or {})
-        for candidate, everything in chosen:
-            selections = everything[: len(contexts)]
-            if (refusal := self._canaries.judge(everything[len(contexts) :])) is not None:
-                _refuse(candidate, "probe", refusal)
+        contexts, seen = self.contexts("probe"), dict(known or {})
+        for candidate, kept in self._run(candidates):
+            if (refusal := self._canaries.judge(kept)) is not None:
+                _refuse(candidate, refusal)
                 continue
-            behaviour = behaviour_of(selections)
-            traits = traits_of(contexts, selections, self._snapkv)
-            candidate.probed = selections
+            behaviour = behaviour_of(candidate.kept["probe"])
+            traits = traits_of(contexts, candidate.kept["probe"], self._snapkv)
             candidate.note(stage="probe", behaviour=behaviour, traits=traits)
             digest = candidate.evaluation.digest
             twin = seen.setdefault(behaviour, digest)
@@ -243,7 +249,7 @@ class Cascade:
             jobs = [random_job(sample, count) for sample, count in zip(samples, entries, strict=True)]
             self._random_error = float(np.mean([reconstruction_error(job) for job in jobs]))
         for candidate in candidates:
-            error = float(np.mean([reconstruction_error(job) for job in _jobs(samples, candidate.probed)]))
+            error = float(np.mean([reconstruction_error(job) for job in jobs_of(samples, candidate.kept["probe"])]))
             candidate.note(stage="reconstruction", reconstruction=error)
             if error > self._random_error:
                 detail = f"error {error:.3f} on rows of attention; random entries have {self._random_error:.3f}"
@@ -257,9 +263,8 @@ class Cascade:
         on_stage: Callable[[str, int], None],
     ) -> None:
         on_stage(stage, len(candidates))
-        samples = self.samples[stage]
-        chosen = self._run(candidates, stage, self.contexts(stage))
-        self._read_stage(stage, [(candidate, _jobs(samples, kept)) for candidate, kept in chosen], gated)
+        jobs = [(candidate, jobs_of(self.samples[stage], candidate.kept[stage])) for candidate in candidates]
+        self._read_stage(stage, jobs, gated)
 
     def _read_stage(
         self, stage: Literal["stage1", "stage2"], entries: Sequence[tuple[_Candidate, Sequence[Job]]], gated: bool
@@ -272,14 +277,10 @@ class Cascade:
             gated: false lets all go on.
         """
         yardstick, samples = self._yardstick, self.samples[stage]
-        jobs = [mine for _, mine in entries]
-        # Sample by sample, so that rows which are read together have read the same text.
-        order = [(place, at) for at in range(len(samples)) for place in range(len(jobs))]
         started = time.perf_counter()
-        readings = dict(zip(order, self._read([jobs[place][at] for place, at in order]), strict=True))
-        seconds = (time.perf_counter() - started) / max(1, len(jobs))
-        for place, (candidate, _) in enumerate(entries):
-            mine = [readings[place, at] for at in range(len(samples))]
+        readings = read_side_by_side(self._read, [jobs for _, jobs in entries])
+        seconds = (time.perf_counter() - started) / max(1, len(entries))
+        for (candidate, _), mine in zip(entries, readings, strict=True):
             score = self._score(stage, mine, yardstick)
             candidate.scores[stage] = score
             candidate.note(stage=stage, model_seconds=candidate.evaluation.model_seconds + seconds)
@@ -302,23 +303,29 @@ class Cascade:
     def _yardstick(self) -> Yardstick:
         return self.yardstick or self.measure_yardstick()
 
-    def _run(
-        self, candidates: Sequence[_Candidate], stage: str, contexts: Sequence[PrefillContext]
-    ) -> list[tuple[_Candidate, Sequence[Indices]]]:
-        """What each candidate chooses in each context; those that a guard refuses are stopped and left out."""
+    def _run(self, candidates: Sequence[_Candidate]) -> list[tuple[_Candidate, Sequence[Indices]]]:
+        """Run candidates on all that they will be asked about, and note what they keep of the splits.
+
+        Returns:
+            Those that no guard has refused, each with what it keeps of the canaries.
+        """
         if not candidates:
             return []
+        asked = {split: self.contexts(split) for split in ASKED}
+        everything = [*self._canaries.contexts, *itertools.chain.from_iterable(asked.values())]
         started = time.perf_counter()
-        outcomes = self._sandbox.run([c.program for c in candidates if c.program is not None], contexts)
+        outcomes = self._sandbox.run([c.program for c in candidates if c.program is not None], everything)
         seconds = (time.perf_counter() - started) / len(candidates)
-        chosen: list[tuple[_Candidate, Sequence[Indices]]] = []
+        passed: list[tuple[_Candidate, Sequence[Indices]]] = []
         for candidate, outcome in zip(candidates, outcomes, strict=True):
-            candidate.note(guard_seconds=candidate.evaluation.guard_seconds + seconds)
+            candidate.note(guard_seconds=seconds)
             if outcome.refusal is not None or outcome.selections is None:
-                _refuse(candidate, stage, outcome.refusal)
-            else:
-                chosen.append((candidate, outcome.selections))
-        return chosen
+                _refuse(candidate, outcome.refusal)
+                continue
+            answers = iter(outcome.selections)
+            passed.append((candidate, list(itertools.islice(answers, len(self._canaries.contexts)))))
+            candidate.kept = {split: list(itertools.islice(answers, len(asked[split]))) for split in ASKED}
+        return passed
 
     def _score(self, stage: Split, readings: Sequence[Reading], yardstick: Yardstick) -> Score:
         samples = self.samples[stage]
@@ -361,17 +368,7 @@ def _going(candidates: Sequence[_Candidate]) -> list[_Candidate]:
     return [candidate for candidate in candidates if candidate.going]
 
 
-def _jobs(samples: Sequence[Recorded], selections: Sequence[Indices]) -> list[Job]:
-    """The jobs of one candidate; its selections come sample by sample, layer by layer."""
-    jobs, first = [], 0
-    for sample in samples:
-        last = first + len(sample.facts.layers)
-        jobs.append(job_of(sample, selections[first:last]))
-        first = last
-    return jobs
-
-
-def _refuse(candidate: _Candidate, stage: str, refusal: PolicyRefused | None) -> None:
+def _refuse(candidate: _Candidate, refusal: PolicyRefused | None, stage: str = "probe") -> None:
     if refusal is None:
         candidate.stop("refused", stage, "output", "it gave no selection")
         return

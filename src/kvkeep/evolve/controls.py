@@ -13,10 +13,12 @@ arms, nobody can tell what a search is worth.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -35,6 +37,9 @@ BATCH = 8  # candidates that are judged together, as in a search
 WINDOWS = (8, 16, 24, 32, 48, 64)
 KERNELS = (1, 3, 5, 7, 9, 13, 17, 25, 33)
 CHUNKS = (5, 10, 15, 20, 25, 30, 40)
+
+Kept = Callable[[str, Callable[[], list[Evaluation]]], list[Evaluation]]
+_Given = TypeVar("_Given", Program, str)
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,7 @@ def run_control(
     evaluations: int,
     chance: int = 0,
     on_done: Callable[[int, int], None] = lambda done, total: None,
+    kept: Kept = lambda batch, judge: judge(),
 ) -> Control:
     """Spend a number of evaluations on a control.
 
@@ -100,6 +106,8 @@ def run_control(
         evaluations: how many; fewer where a grid has fewer points, and one for the seed.
         chance: seed of everything that is drawn.
         on_done: told how many are done, and how many there will be.
+        kept: gives what a batch came to, by what names the batch: what is known of it from before, or what judging it
+            gives.
 
     Raises:
         ResultsError: an unknown control.
@@ -108,8 +116,12 @@ def run_control(
     if name not in CONTROLS:
         raise ResultsError(expected="a control", received=repr(name), remedy=near_names(name, CONTROLS))
     if name in ("snapkv", "chunkkv"):
-        return _policies(name, cascade, tuned_policies(name, evaluations, chance), on_done)
-    return _programs(name, cascade, _control_programs(name, seed, mutator, evaluations, chance), on_done)
+        policies = tuned_policies(name, evaluations, chance)
+        found = _in_batches(policies, cascade.evaluate_policies, on_done, kept)
+        return Control(name, tuple(found), tuple(policies), ("",) * len(policies))
+    programs = _control_programs(name, seed, mutator, evaluations, chance)
+    found = _in_batches(programs, partial(cascade.evaluate, gated=name != "seed"), on_done, kept)
+    return Control(name, tuple(found), tuple(p.name for p in programs), tuple(p.source for p in programs))
 
 
 def tuned_policies(name: str, count: int, chance: int = 0) -> list[str]:
@@ -154,18 +166,21 @@ def _points_for(count: int) -> int:
     return points
 
 
-def _programs(name: str, cascade: Cascade, programs: Sequence[Program], on_done: Callable[[int, int], None]) -> Control:
+def _in_batches(
+    candidates: Sequence[_Given],
+    judge: Callable[[Sequence[_Given]], list[Evaluation]],
+    on_done: Callable[[int, int], None],
+    kept: Kept,
+) -> list[Evaluation]:
     found: list[Evaluation] = []
-    for first in range(0, len(programs), BATCH):
-        batch = programs[first : first + BATCH]
-        found += cascade.evaluate(batch, gated=name != "seed")
-        on_done(len(found), len(programs))
-    return Control(name, tuple(found), tuple(p.name for p in programs), tuple(p.source for p in programs))
+    for first in range(0, len(candidates), BATCH):
+        batch = candidates[first : first + BATCH]
+        found += kept(_named(first, batch), partial(judge, batch))
+        on_done(len(found), len(candidates))
+    return found
 
 
-def _policies(name: str, cascade: Cascade, policies: Sequence[str], on_done: Callable[[int, int], None]) -> Control:
-    found: list[Evaluation] = []
-    for first in range(0, len(policies), BATCH):
-        found += cascade.evaluate_policies(policies[first : first + BATCH])
-        on_done(len(found), len(policies))
-    return Control(name, tuple(found), tuple(policies), ("",) * len(policies))
+def _named(first: int, batch: Sequence[Program | str]) -> str:
+    """Tells a batch from all others of its control: a language model may propose other programs the next time."""
+    digests = [given if isinstance(given, str) else given.digest for given in batch]
+    return f"{first}-{hashlib.sha256(repr(digests).encode()).hexdigest()[:12]}"

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvkeep.budget import OFFSET_BYTES, POSITION_BYTES
 from kvkeep.errors import PolicyError
+from kvkeep.evolve.program import Indices
 from kvkeep.evolve.samples import Recorded
 from kvkeep.hf.cache import KeepCache
 from kvkeep.hf.decoding import decode_batch
@@ -28,8 +28,6 @@ from kvkeep.observation import Observation
 from kvkeep.policies import PromptPolicy
 from kvkeep.policies.protocols import chosen_masks
 from kvkeep.tasks.metrics import score
-
-Indices = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +63,9 @@ class Reading:
         return sum(self.logprobs) / len(self.logprobs)
 
 
+Reader = Callable[[Sequence[Job]], list[Reading]]
+
+
 def job_of(sample: Recorded, selections: Sequence[Indices]) -> Job:
     """The job for the positions that a program named, one array of them for each evictable layer."""
     kept = []
@@ -73,6 +74,12 @@ def job_of(sample: Recorded, selections: Sequence[Indices]) -> Job:
         mask[0, 0, torch.from_numpy(np.asarray(indices, dtype=np.int64))] = True
         kept.append(mask)
     return Job(sample, tuple(kept))
+
+
+def jobs_of(samples: Sequence[Recorded], selections: Sequence[Indices]) -> list[Job]:
+    """The jobs for what a program named: its selections come sample by sample, layer by layer."""
+    named = iter(selections)
+    return [job_of(sample, [next(named) for _ in sample.facts.layers]) for sample in samples]
 
 
 def job_of_policy(sample: Recorded, policy: PromptPolicy, entries: int) -> Job:
@@ -138,7 +145,7 @@ class Evaluator:
         """
         return in_batches(self.batches(jobs), jobs, map(self.read_together, self._lists(jobs)))
 
-    def read_on(self, pool: Pool) -> Callable[[Sequence[Job]], list[Reading]]:
+    def read_on(self, pool: Pool) -> Reader:
         """As `read`, in a pool whose workers are made by `ReaderMaker`; batches are the same, and so are results."""
 
         def read(jobs: Sequence[Job]) -> list[Reading]:
@@ -205,6 +212,23 @@ class Evaluator:
 
     def _lists(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
         return ([jobs[place] for place in places] for places in self.batches(jobs))
+
+
+def read_side_by_side(read: Reader, jobs: Sequence[Sequence[Job]]) -> list[list[Reading]]:
+    """Readings of several contestants, each with one job for each of the same samples.
+
+    They are read sample by sample, so that rows which are read together have read the same text.
+
+    Args:
+        read: such as `Evaluator.read`.
+        jobs: `[contestants][samples]`.
+
+    Returns:
+        `[contestants][samples]`.
+    """
+    rows = [job for of_sample in zip(*jobs, strict=True) for job in of_sample]
+    found = read(rows)
+    return [list(found[at :: len(jobs)]) for at in range(len(jobs))]
 
 
 @dataclass(frozen=True)

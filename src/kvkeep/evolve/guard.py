@@ -55,7 +55,7 @@ REASONS: Mapping[str, str] = {
     "crash": "an exception, a signal, or an exit",
     "position-keyed": "the same positions, whatever the features say",
     "above-full": "a score above that of the full cache",
-    "identical-to-full": "results that equal those of the full cache to the last bit",
+    "identical-to-full": "results that equal those of the full cache",
 }
 
 # The longest chunk that excuses a program from keeping exactly K: a larger one could be had by saying `CHUNK = 10**6`.
@@ -98,8 +98,9 @@ def check_source(source: str) -> None:
     Allowed are functions, assignments, loops, conditions, comprehensions and expressions; `import numpy as np`; numpy's
     functions in `vocabulary.NUMPY`; Python's in `program.BUILTINS`; features and scalars of the context; methods of
     arrays and lists that neither read nor write anything else. At the top level, and as defaults of parameters, stand
-    numbers, strings and tuples only, since a list there could carry something from one call to the next. Sizes are not
-    judged here: `range(10**9)` is the sandbox's business.
+    numbers, strings and tuples only, since a list there could carry something from one call to the next. Nor may a call
+    see memory that nothing has written, as numpy's arithmetic with `where` and without `out` does. Sizes are not judged
+    here: `range(10**9)` is the sandbox's business.
 
     Raises:
         PolicyRefused: layer `syntax`, with the line.
@@ -303,6 +304,8 @@ def _check_node(node: ast.AST, allowed: set[str], inside: set[int]) -> None:
             raise _refuse("syntax", node, "numbers and strings", repr(node.value)[:40], "write it without")
         case ast.Attribute():
             _check_attribute(node, inside)
+        case ast.Call():
+            _check_call(node)
         case ast.Name(id="np"):
             raise _refuse("name", node, "`np` in front of one of its functions", "`np` alone", "write np.sum and so on")
         case ast.Name(ctx=ast.Load()) if node.id not in allowed:
@@ -311,6 +314,39 @@ def _check_node(node: ast.AST, allowed: set[str], inside: set[int]) -> None:
     for name in _defined(node):
         if name == "np" or name.startswith("__"):
             raise _refuse("name", node, "a name of its own for each thing", f"{name!r}", "choose another name")
+
+
+def _check_call(node: ast.Call) -> None:
+    """Refuse calls that see memory as it was left: what lies there is another thing in each process."""
+    given = {keyword.arg: keyword.value for keyword in node.keywords}
+    if None in given:
+        raise _refuse("syntax", node, "arguments by their names", "** in a call", "write each one out")
+    match given.get("out"):
+        case None | ast.Constant(value=None):
+            written = False
+        case _:
+            written = True
+    if "where" in given and not written and not _reduces(node.func):
+        raise _refuse(
+            "state",
+            node,
+            "`out` beside `where`, so that every number has been written",
+            f"{ast.unparse(node)[:60]!r}",
+            "use np.where, or out=np.zeros_like(x)",
+        )
+    for value in (*node.args, *given.values()):
+        if isinstance(value, ast.Constant) and value.value == "empty":
+            raise _refuse("state", node, "numbers that were written", f"{ast.unparse(node)[:60]!r}", "pad with 0")
+
+
+def _reduces(function: ast.expr) -> bool:
+    """Whether a function takes `where` to leave numbers out of one result, and not to leave results unwritten."""
+    match function:
+        case ast.Attribute(value=ast.Name(id="np"), attr=name):
+            return not isinstance(getattr(np, name, None), np.ufunc)
+        case ast.Attribute():  # a method of arrays, or np.add.reduce
+            return True
+    return False
 
 
 def _check_attribute(node: ast.Attribute, inside: set[int]) -> None:

@@ -80,6 +80,7 @@ class Generation:
         mutator_state: what the mutator must remember after it.
         migrations: `(from, to, digest)` at its end.
         seconds: that it took.
+        seed_again: what the seed came to when it was judged again after this generation; None where it was not.
     """
 
     number: int
@@ -87,6 +88,7 @@ class Generation:
     mutator_state: Mapping[str, Any] = field(default_factory=dict)
     migrations: tuple[tuple[int, int, str], ...] = ()
     seconds: float = 0.0
+    seed_again: Evaluation | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it."""
@@ -97,6 +99,7 @@ class Generation:
             "mutator_state": dict(self.mutator_state),
             "migrations": [list(move) for move in self.migrations],
             "seconds": self.seconds,
+            "seed_again": None if self.seed_again is None else self.seed_again.to_dict(),
         }
 
     @classmethod
@@ -108,6 +111,7 @@ class Generation:
             mutator_state=record["mutator_state"],
             migrations=tuple((move[0], move[1], move[2]) for move in record["migrations"]),
             seconds=record["seconds"],
+            seed_again=Evaluation.from_dict(again) if (again := record.get("seed_again")) is not None else None,
         )
 
 
@@ -155,6 +159,27 @@ class History:
         """The fittest candidate; of equals the first."""
         ascent = self.ascent()
         return ascent[-1] if ascent else None
+
+    @property
+    def reference(self) -> Candidate | None:
+        """The first seed that was evaluated to the end: the one that is judged again."""
+        seeds = self.generations[0].candidates if self.generations else ()
+        return next((seed for seed in seeds if seed.evaluation and seed.evaluation.fitness is not None), None)
+
+    def drift(self) -> list[tuple[int, float | None]]:
+        """Each generation after which the seed was judged again, and its fitness then less that of the first time.
+
+        None stands where it was not evaluated to the end any more.
+        """
+        seed = self.reference
+        first = None if seed is None or seed.evaluation is None else seed.evaluation.fitness
+        if first is None:
+            return []
+        return [
+            (g.number, None if g.seed_again.fitness is None else g.seed_again.fitness - first)
+            for g in self.generations
+            if g.seed_again is not None
+        ]
 
     def by_digest(self) -> dict[str, Candidate]:
         """The first candidate of each program."""

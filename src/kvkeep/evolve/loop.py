@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from kvkeep.errors import ResultsError
-from kvkeep.evolve.archive import Archive, plateau
+from kvkeep.evolve.archive import Archive
 from kvkeep.evolve.cascade import Cascade
+from kvkeep.evolve.diagnosis import diagnosis_of
 from kvkeep.evolve.evaluation import CascadeSettings, Evaluation
 from kvkeep.evolve.history import Candidate, Generation, History, SearchLog, with_evaluation
 from kvkeep.evolve.mutators.protocol import Mutator, Parent, Proposal, SpendLimitReached
@@ -35,6 +36,8 @@ class SearchSettings:
         migration: generations between two migrations.
         parents: programs that a proposal may look at: the first is changed.
         seed: of everything that is left to chance.
+        seed_again: generations between two times that the seed program is judged again, to see that the same program
+            still has the same score.
     """
 
     islands: int = 4
@@ -42,12 +45,13 @@ class SearchSettings:
     migration: int = 5
     parents: int = 2
     seed: int = 0
+    seed_again: int = 5
 
     def __post_init__(self) -> None:
         least = {name: value for name, value in asdict(self).items() if name != "seed"}
         if min(least.values()) < 1:
             raise ResultsError(
-                expected="islands, generation, migration and parents of at least 1",
+                expected="islands, generation, migration, parents and seed_again of at least 1",
                 received=f"{least}",
                 remedy="for example SearchSettings(islands=4, generation=8)",
             )
@@ -58,7 +62,7 @@ class SearchSettings:
 
 
 @dataclass(frozen=True)
-class Stand:
+class Progress:
     """How far a search is, for whoever watches it.
 
     Attributes:
@@ -113,7 +117,7 @@ def search_facts(
         "search": settings.to_dict(),
         "cascade": cascade.to_dict(),
         "mutator": mutator.name,
-        "seeds": {seed.digest: seed.name for seed in seeds},
+        "seeds": [[seed.name, seed.digest] for seed in seeds],  # in order: islands begin with them
         **more,
     }
 
@@ -126,7 +130,7 @@ def search(
     seeds: Sequence[Program],
     *,
     candidates: int,
-    on_stand: Callable[[Stand], None] = lambda stand: None,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> SearchResult:
     """Search, or go on with a search that was interrupted.
 
@@ -137,7 +141,7 @@ def search(
         mutator: proposes them.
         seeds: programs to begin with, at least one; island i begins with seed i, i + n, and so on.
         candidates: to propose, seeds not counted. The same folder may be given a larger number later.
-        on_stand: told how far it is.
+        on_progress: told how far it is.
 
     Raises:
         ResultsError: no seed that can be evaluated.
@@ -145,7 +149,7 @@ def search(
     """
     if not seeds:
         raise ResultsError(expected="a seed program", received="none", remedy="for example seed_program('frc')")
-    return _Search(log, settings, cascade, mutator, seeds, candidates, on_stand).run()
+    return _Search(log, settings, cascade, mutator, seeds, candidates, on_progress).run()
 
 
 class _Search:
@@ -159,10 +163,10 @@ class _Search:
         mutator: Mutator,
         seeds: Sequence[Program],
         candidates: int,
-        on_stand: Callable[[Stand], None],
+        on_progress: Callable[[Progress], None],
     ) -> None:
         self.log, self.settings, self.cascade, self.mutator = log, settings, cascade, mutator
-        self.seeds, self.total, self.on_stand = seeds, candidates, on_stand
+        self.seeds, self.total, self.on_progress = seeds, candidates, on_progress
         self.archive = Archive.of(settings.islands)
         self.known: dict[str, Candidate] = {}  # by digest
         self.behaviours: dict[str, str] = {}  # digests
@@ -226,7 +230,17 @@ class _Search:
             _candidate(proposal, first + place, number, islands[place]) for place, proposal in enumerate(proposals)
         ]
         judged = self._judge(candidates, proposals)
-        return Generation(number, tuple(judged), self.mutator.state(), seconds=time.perf_counter() - started)
+        again = None if number % self.settings.seed_again else self._judge_seed()
+        seconds = time.perf_counter() - started
+        return Generation(number, tuple(judged), self.mutator.state(), seconds=seconds, seed_again=again)
+
+    def _judge_seed(self) -> Evaluation | None:
+        """Judge the seed as if it were new: what it is told to have now must be what it had at first."""
+        seed = self.history.reference
+        if seed is None:
+            return None
+        (again,) = self.cascade.evaluate([Program(seed.source, seed.name)], gated=False, on_stage=self._say)
+        return again
 
     def _judge(self, candidates: Sequence[Candidate], proposals: Sequence[Proposal]) -> list[Candidate]:
         """Evaluate those whose text is new."""
@@ -295,8 +309,8 @@ class _Search:
     def _say(self, stage: str, going: int) -> None:
         candidates = [candidate for generation in self.generations for candidate in generation.candidates]
         seed, best = candidates[0].evaluation if candidates else None, self.archive.best()
-        self.on_stand(
-            Stand(
+        self.on_progress(
+            Progress(
                 done=max(0, len(candidates) - len(self.seeds)),
                 total=self.total,
                 stage=stage,
@@ -324,15 +338,6 @@ def replay(history: History) -> Archive:
         if generation.number and generation.number % settings.migration == 0:
             archive.migrate()
     return archive
-
-
-def diagnosis_of(history: History, archive: Archive) -> list[str]:
-    """Why a search may have stopped to get better; see `archive.plateau`."""
-    ascent = [(c.order, c.evaluation.fitness) for c in history.ascent() if c.evaluation and c.evaluation.fitness]
-    best = history.best
-    score = None if best is None or best.evaluation is None else best.evaluation.stage2
-    width = None if score is None or score.low is None or score.high is None else (score.high - score.low) / 2
-    return plateau(ascent, history.counts(), width, archive.filled())
 
 
 def feedback_of(evaluation: Evaluation | None) -> str:

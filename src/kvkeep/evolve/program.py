@@ -54,6 +54,9 @@ BUILTINS = (
     *("set", "sorted", "sum", "tuple", "zip"),
 )
 
+# Positions that a program keeps.
+Indices = NDArray[np.integer[Any]]
+
 _SHORT = 12  # hex digits of a digest that tell programs apart in names
 
 

@@ -14,7 +14,16 @@ from typing import Any
 
 from kvkeep.budget import Budget
 from kvkeep.errors import ResultsError
-from kvkeep.evolve.evaluating import Evaluator, Job, Reading, full_job, job_of, job_of_policy, random_job
+from kvkeep.evolve.evaluating import (
+    Evaluator,
+    Job,
+    Reading,
+    full_job,
+    job_of_policy,
+    jobs_of,
+    random_job,
+    read_side_by_side,
+)
 from kvkeep.evolve.program import Program
 from kvkeep.evolve.sample_store import SampleStore
 from kvkeep.evolve.samples import Asked, Protocol, Recorded, SampleSettings, split_samples
@@ -297,19 +306,12 @@ def _readings(
             raise outcome.refusal or ResultsError(
                 expected=f"a selection of {name}", received="none", remedy="run the program by itself"
             )
-        jobs[name], first = [], 0
-        for sample in samples:
-            last = first + len(sample.facts.layers)
-            jobs[name].append(job_of(sample, outcome.selections[first:last]))
-            first = last
+        jobs[name] = jobs_of(samples, outcome.selections)
     for name, given in contestants.items():
         if isinstance(given, str):
             policy = parse_prompt_policy(given)
             jobs[name] = [job_of_policy(s, policy, count) for s, count in zip(samples, entries, strict=True)]
-    # Sample by sample, so that rows which are read together have read the same text.
-    order = [(name, at) for at in range(len(samples)) for name in jobs]
-    readings = dict(zip(order, evaluator.read([jobs[name][at] for name, at in order]), strict=True))
-    return {name: [readings[name, at] for at in range(len(samples))] for name in jobs}
+    return dict(zip(jobs, read_side_by_side(evaluator.read, list(jobs.values())), strict=True))
 
 
 def _measurements(rows: Sequence[Measured], contestant: str) -> list[Measurement]:

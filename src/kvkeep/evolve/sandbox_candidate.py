@@ -29,7 +29,7 @@ _TOLD = 500  # characters of an exception
 _PIPE = 3  # the descriptor of the only way out
 
 
-class Candidate:
+class CandidateProcess:
     """Becomes a program, in a process that has just been started for it.
 
     Args:

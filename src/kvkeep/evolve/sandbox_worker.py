@@ -29,7 +29,7 @@ import numpy.ma  # noqa: F401
 from kvkeep.evolve import isolation as kernel
 from kvkeep.evolve.context import SCALARS
 from kvkeep.evolve.program import Program
-from kvkeep.evolve.sandbox_candidate import RAISED_REASONS, Candidate
+from kvkeep.evolve.sandbox_candidate import RAISED_REASONS, CandidateProcess
 from kvkeep.evolve.sandbox_messages import (
     ANSWER,
     ANSWERED,
@@ -170,7 +170,9 @@ class _Pass:
         self.limits, self.stopped = told["limits"], stopped
         self.most = longest_answer(contexts.scalars[:, SCALARS.index("L")].tolist())
         filtered = "seccomp" in isolation
-        self.candidate = Candidate(program, bare=told["bare"], limits=self.limits, filtered=filtered, most=self.most)
+        self.candidate = CandidateProcess(
+            program, bare=told["bare"], limits=self.limits, filtered=filtered, most=self.most
+        )
         self.received, self.printed = bytearray(), bytearray()
         self.printed_bytes = self.answers = 0
         self.ended = False

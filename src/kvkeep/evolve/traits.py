@@ -8,15 +8,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvkeep.evolve.context import PrefillContext
-from kvkeep.evolve.program import seed_program
+from kvkeep.evolve.program import Indices, seed_program
 
-Indices = NDArray[np.integer[Any]]
 LAST = 64
 
 

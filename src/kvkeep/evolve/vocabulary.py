@@ -20,7 +20,7 @@ NODES: tuple[type[ast.AST], ...] = (
 )
 
 # Left out is what reads or writes files, sees memory that is not the program's or was never written (`empty`), draws at
-# random, or changes how numpy behaves for others.
+# random, or changes how numpy behaves for others. `guard` also looks at how they are called.
 _FUNCTIONS = """
     abs absolute add add.accumulate add.at add.reduce add.reduceat all allclose amax amin any append arange
     argmax argmin argpartition argsort argwhere around array array_equal array_split asarray ascontiguousarray

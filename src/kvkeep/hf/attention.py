@@ -7,17 +7,29 @@ implementation that the model had, `sdpa` or `eager`, so that results with other
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, eager_mask, sdpa_mask
 
 from kvkeep.errors import CacheStateError, UnsupportedError
 
+Output = tuple[Tensor, Tensor | None]
+FormerOf = Callable[[nn.Module], Callable[..., Any]]
+
 # The name that an attached model has, by the name that it had before.
 NAMES = {"sdpa": "kvkeep_sdpa", "eager": "kvkeep_eager"}
+
+# What a model computed attention by under that name. Each model's file has its own eager attention; there is none in
+# transformers' registry.
+FORMER: dict[str, FormerOf] = {
+    "sdpa": lambda module: sdpa_attention_forward,
+    "eager": lambda module: sys.modules[type(module).__module__].eager_attention_forward,
+}
 
 # What the models on the allow-list pass to the attention function beside tensors and scale. Anything else could change
 # the scores (sinks, soft caps, biases), and would be lost without a word.
@@ -70,8 +82,36 @@ class Handle:
         )
 
 
+class HandingLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not typed
+    """A cache layer that computes its own attention: what transformers asks of it, and gets a handle for."""
+
+    is_sliding = False
+    supports_early_init = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: a layer takes its shape from the first tokens."""
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Hand the new tokens to the attention function, which calls `attend` after it has taken them out."""
+        handle = Handle(self, key_states, value_states)
+        return handle, handle
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the mask; the length is marked, so that no q x L mask is built."""
+        return KeptLength(self.get_seq_length() + query_length), 0
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """No limit; the name before transformers 5.17."""
+        return -1
+
+
 def _forward(
-    former: Any,
+    former: Callable[..., Any],
     module: nn.Module,
     query: Tensor,
     key: Tensor | Handle,
@@ -80,11 +120,9 @@ def _forward(
     scaling: float | None,
     dropout: float,
     kwargs: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
+) -> Output:
     if not isinstance(key, Handle):
-        output: tuple[Tensor, Tensor | None] = former(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-        )
+        output: Output = former(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
         return output
     strange = sorted(name for name, given in kwargs.items() if given is not None and name not in _HARMLESS)
     strange = [name for name in strange if kwargs[name] is not False]
@@ -100,32 +138,20 @@ def _forward(
     return layer.attend(module, query, new_key, new_value, scaling), None
 
 
-def _sdpa(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor | Handle,
-    value: Tensor | Handle,
-    attention_mask: Tensor | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    return _forward(sdpa_attention_forward, module, query, key, value, attention_mask, scaling, dropout, kwargs)
+def _serving(former_of: FormerOf) -> Callable[..., Output]:
+    def forward(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor | Handle,
+        value: Tensor | Handle,
+        attention_mask: Tensor | None = None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **kwargs: Any,
+    ) -> Output:
+        return _forward(former_of(module), module, query, key, value, attention_mask, scaling, dropout, kwargs)
 
-
-def _eager(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor | Handle,
-    value: Tensor | Handle,
-    attention_mask: Tensor | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    # Each model's file has its own eager attention; there is none in transformers' registry.
-    former = sys.modules[type(module).__module__].eager_attention_forward
-    return _forward(former, module, query, key, value, attention_mask, scaling, dropout, kwargs)
+    return forward
 
 
 def _mask(former: Any, kv_length: int, mask_function: Any, kwargs: dict[str, Any]) -> Tensor | None:
@@ -151,7 +177,7 @@ def _eager_mask(*, kv_length: int, mask_function: Any = causal_mask_function, **
 
 def register() -> None:
     """Make both names known to transformers. Adds to its registries and changes nothing that is in them."""
-    AttentionInterface.register(NAMES["sdpa"], _sdpa)
-    AttentionInterface.register(NAMES["eager"], _eager)
+    for known, name in NAMES.items():
+        AttentionInterface.register(name, _serving(FORMER[known]))
     AttentionMaskInterface.register(NAMES["sdpa"], _sdpa_mask)
     AttentionMaskInterface.register(NAMES["eager"], _eager_mask)

@@ -7,11 +7,8 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import reduce
-from operator import or_
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -23,35 +20,27 @@ from kvkeep.hf import saving
 from kvkeep.hf.attach import attach
 from kvkeep.hf.budgets import cell_budgets, check_kept
 from kvkeep.hf.calibrations import calibrations_of
-from kvkeep.hf.caps import Cap, refuse_for_online
+from kvkeep.hf.caps import Cap
+from kvkeep.hf.cropping import crop_layers
 from kvkeep.hf.evictable import EvictableLayer
-from kvkeep.hf.fitting import fitted
-from kvkeep.hf.intake import (
-    check_ids,
-    question_spans,
-    read_chunk_tokens,
-    read_cut_chunks,
-    read_prompt_tokens,
-    read_span,
-    read_tokens,
-)
+from kvkeep.hf.intake import check_ids, question_spans, read_tokens
 from kvkeep.hf.layers import KeepLayer, cut_together
-from kvkeep.hf.marks import Mark, Window
-from kvkeep.hf.online import OnlineLayer
-from kvkeep.hf.policy_table import PolicyLike, online_policy, policy_table
+from kvkeep.hf.making import make_layers
+from kvkeep.hf.marks import Mark, Marks, Window
+from kvkeep.hf.options import CacheOptions, read_chunk_tokens
+from kvkeep.hf.policy_table import PolicyLike
 from kvkeep.hf.progress import Forward, Progress
 from kvkeep.hf.recording import new_ledger
 from kvkeep.hf.repeat_prompt import RepeatPrompt
-from kvkeep.hf.rerotation import KeyRerotation, check_rerotation, with_second_keys
+from kvkeep.hf.rerotation import with_second_keys
 from kvkeep.hf.schedule import Schedule
 from kvkeep.hf.second_pass import check_second_passes, repeat_text
 from kvkeep.hf.seen_tokens import SeenTokens
 from kvkeep.hf.sliding import KeepSlidingLayer, refused_assisted_decoding
 from kvkeep.hf.spans import Span
 from kvkeep.hf.stacking import stack_caches
-from kvkeep.hf.support import check_rotary, plan_model, rope_switch, unwrap
-from kvkeep.observation import Needs, SecondPass
-from kvkeep.policies import Full
+from kvkeep.hf.support import check_rotary, rope_switch, unwrap
+from kvkeep.observation import SecondPass
 from kvkeep.store import Ledger
 
 
@@ -95,6 +84,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
     """
 
     _seen: SeenTokens
+    _marks: Marks
 
     def __init__(
         self,
@@ -112,69 +102,37 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         repeat_prompt: RepeatPrompt | None = None,
         rerotate_keys: bool = False,
     ) -> None:
-        plans = plan_model(model)
-        evictable = [plan for plan in plans if plan.window is None]
-        self.policy = policy
-        self._online = online_policy(policy)
-        if self._online:
-            refuse_for_online(self._online, question=question, cut_chunks=cut_chunks, rerotate_keys=rerotate_keys)
-        table = [] if self._online else policy_table(policy, [plan.index for plan in evictable], len(plans))
         given = read_budget(budget, compression_ratio=compression_ratio, entries=entries, bytes=bytes)
-        keeps_all = not self._online and all(isinstance(p, Full) for p in table)
-        self.budget = given or Budget(compression_ratio=0.0 if keeps_all else None)
-        self._online = fitted(self._online, model, plans, self.budget)
-        prompt_tokens = read_prompt_tokens(prompt_tokens)
-        self.protect = tuple(read_span(span) for span in protect or ())
-        self.question = None if question is None else read_span(question)
-        cut_chunks = read_cut_chunks(cut_chunks, prompt_tokens, self.question, table)
-        self._schedule = Schedule(prompt_tokens, cut_chunks, never=self.is_online)
-        self._plans = plans
-        self._progress = Progress()
-        self._table = table
+        options = CacheOptions.read(
+            model,
+            policy,
+            given,
+            protect=protect,
+            question=question,
+            prompt_tokens=prompt_tokens,
+            cut_chunks=cut_chunks,
+            rerotate_keys=rerotate_keys,
+        )
+        self.policy = policy
+        self.budget, self.protect, self.question = options.budget, options.protect, options.question
+        self.rerotate_keys = options.rerotate_keys
         self.repeat_prompt = repeat_prompt or RepeatPrompt()
-        needs = reduce(or_, (policy.needs() for policy in table), Needs())
-        self._passes = needs.second_passes
         self.second_pass_seconds: dict[SecondPass, float] = {}
-        if needs.rotary or needs.second_passes:  # a repetition goes further than the text
-            check_rotary(unwrap(model))
-        if rerotate_keys:
-            check_rerotation(model)
-        self.rerotate_keys = rerotate_keys
-        known = calibrations_of(unwrap(model), needs.statistics)
+        self._plans, self._table, self._online = options.plans, options.table, options.online
+        self._passes = options.needs.second_passes
+        self._schedule = Schedule(options.prompt_tokens, options.cut_chunks, never=self.is_online)
+        self._progress = Progress()
+        known = calibrations_of(unwrap(model), options.needs.statistics)
         self._cap: Cap | None = None
         if self._online:
-            self._cap = Cap(self._online, self.budget, plans, unwrap(model).dtype, self.protect)
+            self._cap = Cap(self._online, self.budget, self._plans, unwrap(model).dtype, self.protect)
             if self._online.needs_rotary:
                 check_rotary(unwrap(model))
         inner = attach(model)
         self._switch = rope_switch(inner)
         self._model = weakref.ref(inner)
-
-        layers: list[Any] = []
-        for plan in plans:
-            if plan.window is not None:
-                layers.append(KeepSlidingLayer(plan.window, self._progress))
-                continue
-            if self._cap:
-                layers.append(OnlineLayer(plan.index, self._cap, self._progress))
-                continue
-            mine = table[evictable.index(plan)]
-            peers = [other for other, p in zip(evictable, table, strict=True) if p == mine]
-            layers.append(
-                KeepLayer(
-                    index=plan.index,
-                    ordinal=peers.index(plan),
-                    layers=len(peers),
-                    policy=mine,
-                    protect=self.protect,
-                    progress=self._progress,
-                    statistics={place: each.layers[plan.index] for place, each in known.items()},
-                    rerotation=KeyRerotation.of(inner.get_decoder(), plan.index) if rerotate_keys else None,
-                )
-            )
-        super().__init__(layers=layers)
+        super().__init__(layers=make_layers(inner, options, self._cap, known, self._progress))
         self._ledger = new_ledger(self.evictable_layers, self.sliding_layers, self._progress)
-        self._last_cut: Mark | None = None
         self._start()
 
     def __bool__(self) -> bool:
@@ -372,7 +330,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             layer.judge_waiting()
 
     def _set_last_cut(self, mark: Mark) -> None:
-        self._last_cut = mark
+        self._marks.last_cut = mark
         for layer, (keys, values, _) in zip(self.sliding_layers, mark.windows, strict=True):
             layer.marked = (keys, values)
 
@@ -399,7 +357,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._schedule.on_request = True
 
     def read_chunk_tokens(self, chunk_tokens: int | None) -> int | None:
-        """See `intake.read_chunk_tokens`, for the policies of this cache."""
+        """See `options.read_chunk_tokens`, for the policies of this cache."""
         return read_chunk_tokens(chunk_tokens, self._table)
 
     # -- going back ------------------------------------------------------------------------------------------------
@@ -421,7 +379,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """
         if self._progress.forward is not None and self._progress.forward.cutting:
             self._refuse_broken()
-        mark = mark if mark is not None else self._last_cut
+        mark = mark if mark is not None else self._marks.last_cut
         if mark is None or mark not in self._marks:
             none = "no mark, and an online policy makes no cut to go back to" if self._online else "no cut yet"
             raise CacheStateError(
@@ -434,7 +392,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         mark.restore(self._progress, self.evictable_layers, self.sliding_layers)
         self._seen.truncate(mark.columns)
         self._schedule.coming = 0
-        self._forget_later_marks()
+        self._marks.forget_after(mark.columns)
         self._record_all()
 
     def fork(self) -> KeepCache:
@@ -451,7 +409,7 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         for layer in twin.evictable_layers:
             layer.branch()
         twin._seen = self._seen.copy()
-        twin._marks = WeakSet(self._marks)
+        twin._marks = self._marks.copy()
         twin._ledger = new_ledger(twin.evictable_layers, twin.sliding_layers, twin._progress)
         return twin
 
@@ -471,30 +429,14 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         remove = -tokens_to_remove if tokens_to_remove <= 0 else progress.columns - tokens_to_remove
         if remove <= 0:
             return
-        room = min((layer.store.tail_length for layer in self.evictable_layers), default=0)
-        slid = any(layer.cumulative_length >= layer.sliding_window for layer in self.sliding_layers)
-        if remove > room or slid:
-            raise CacheStateError(
-                expected=f"at most {0 if slid else room} tokens to remove, those since the last cut"
-                + (" while no sliding window is full" if slid else ""),
-                received=f"{remove}",
-                remedy="take a mark() first and rewind to it"
-                if self._online
-                else "use rewind(), which goes back to the last cut exactly",
-            )
-        for layer in self.keep_layers:
-            store = layer.store
-            gone = store.tail_counts()
-            store.rewind(store.tail_length - remove)
-            gone = gone - store.tail_counts()
-        for layer in self.sliding_layers:
-            keys, values, seen = layer.snapshot()
-            if keys is not None and values is not None:
-                layer.restore((keys[:, :, :-remove].clone(), values[:, :, :-remove].clone(), seen - remove))
+        remedy = "use rewind(), which goes back to the last cut exactly"
+        if self._online:
+            remedy = "take a mark() first and rewind to it"
+        gone = crop_layers(self.evictable_layers, self.sliding_layers, remove, remedy)
         progress.columns -= remove
         self._seen.truncate(progress.columns)
-        progress.lengths = [length - int(g) for length, g in zip(progress.lengths, gone.tolist(), strict=True)]
-        self._forget_later_marks()
+        progress.lengths = [length - count for length, count in zip(progress.lengths, gone, strict=True)]
+        self._marks.forget_after(progress.columns)
         self._record_all()
 
     def reset(self) -> None:
@@ -621,12 +563,13 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
             "cuts": self._schedule.cuts,
             "seen": torch.stack(self._seen.rows()).tolist() if self._seen.columns else None,
             "repeat_prompt": asdict(self.repeat_prompt) if self._passes else None,
-            "last_cut": None if self._last_cut is None else self._last_cut.to_dict(),
+            "last_cut": None if self._marks.last_cut is None else self._marks.last_cut.to_dict(),
         }
 
     def last_windows(self) -> list[tuple[Tensor | None, Tensor | None]]:
         """What each sliding layer held at the last cut; for `saving`."""
-        return [] if self._last_cut is None else [(keys, values) for keys, values, _ in self._last_cut.windows]
+        mark = self._marks.last_cut
+        return [] if mark is None else [(keys, values) for keys, values, _ in mark.windows]
 
     def import_progress(
         self, progress: dict[str, Any], peak_bytes: int, windows: Sequence[tuple[Tensor | None, Tensor | None]]
@@ -655,9 +598,8 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     def _start(self) -> None:
         self._schedule.restart()
-        self._marks: WeakSet[Mark] = WeakSet()  # those that can be rewound to
+        self._marks = Marks()
         self._new_columns = 0
-        self._last_cut = None
         self._seen = SeenTokens()
 
     def _move_up(self) -> None:
@@ -670,15 +612,9 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     def _rows_changed(self, rows: list[int]) -> None:
         self._progress.lengths = [self._progress.lengths[row] for row in rows] if self._progress.lengths else []
-        self._marks.clear()
-        self._last_cut = None
+        self._marks = Marks()
         self._seen.select(rows)
         self._record_all()
-
-    def _forget_later_marks(self) -> None:
-        """After going back: what stood behind this point is gone, also if as many tokens come again."""
-        for mark in [mark for mark in self._marks if mark.columns > self._progress.columns]:
-            self._marks.discard(mark)
 
     def _refuse_broken(self) -> None:
         if self.is_broken:

@@ -14,6 +14,13 @@ from kvkeep.hf.stacking import left_padded
 from kvkeep.hf.support import CACHE_ARGUMENT
 
 
+def end_tokens(model: Any, tokenizer: Any) -> set[int]:
+    """Every token that ends an answer: those that the model's own settings name, and the tokenizer's."""
+    given = getattr(model.generation_config, "eos_token_id", None)
+    ends = given if isinstance(given, list | tuple) else [given]
+    return {int(end) for end in [*ends, tokenizer.eos_token_id] if end is not None}
+
+
 def greedy(logits: Tensor) -> Tensor:
     """The likeliest token of each row, `[rows]` from `[rows, vocabulary]`."""
     return logits.argmax(-1)

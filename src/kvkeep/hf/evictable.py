@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin
 
-from kvkeep.hf.attention import Handle, KeptLength
+from kvkeep.hf.attention import HandingLayer
 from kvkeep.hf.progress import Progress, running
 from kvkeep.store import RaggedLayer, SlotLayer
 
 
-class EvictableLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not typed
+class EvictableLayer(HandingLayer):
     """A layer of full attention whose entries a policy may evict.
 
     Args:
@@ -23,8 +22,6 @@ class EvictableLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is 
         progress: shared by all layers of the cache.
     """
 
-    is_sliding = False
-    supports_early_init = False
     store: RaggedLayer | SlotLayer
 
     def __init__(self, index: int, progress: Progress) -> None:
@@ -35,31 +32,14 @@ class EvictableLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is 
 
     # -- what transformers asks ------------------------------------------------------------------------------------
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the store takes its shape from the first tokens."""
-        self.is_initialized = True
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Hand the new tokens to the attention function, which stores them after it has taken them out."""
+        """Hand the new tokens to the attention function, in a forward that has begun."""
         running(self.progress)
-        handle = Handle(self, key_states, value_states)
-        return handle, handle
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the mask; the length is marked, so that no q x L mask is built."""
-        return KeptLength(self.progress.columns + query_length), 0
+        return super().update(key_states, value_states, *args, **kwargs)
 
     def get_seq_length(self) -> int:
         """Tokens seen, padding included, whatever was evicted: positions follow this."""
         return self.progress.columns
-
-    def get_max_length(self) -> int:
-        """No limit."""
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        """No limit; the name before transformers 5.17."""
-        return -1
 
     @property
     def batch_size(self) -> int:

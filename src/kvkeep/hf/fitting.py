@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from kvkeep.budget import Budget
-from kvkeep.hf.models import weights_fingerprint
+from kvkeep.hf.models import weights_identity
 from kvkeep.hf.once import once_for_weights
 from kvkeep.hf.support import LayerPlan, unwrap
 from kvkeep.policies.fitting import FittingPolicy, ServedModel
@@ -45,4 +45,4 @@ def served_model(model: Any, plans: Sequence[LayerPlan], budget: Budget | None =
 
 
 # Caches are made often.
-_fingerprint = once_for_weights(weights_fingerprint)
+_fingerprint = once_for_weights(weights_identity)

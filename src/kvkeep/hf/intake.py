@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvkeep.errors import BudgetError, CacheStateError, PolicyError, UnsupportedError
+from kvkeep.errors import BudgetError, CacheStateError, UnsupportedError
 from kvkeep.hf.progress import Progress
 from kvkeep.hf.spans import Span
-from kvkeep.policies import PromptPolicy, policy_string
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,94 +126,6 @@ def _check_switch(switch: int | None, before: int, after: int) -> None:
         )
 
 
-def read_span(span: Any) -> Span:
-    """A range of positions as a caller writes it: `(start, end)`, a range or a slice.
-
-    Raises:
-        BudgetError: something else.
-    """
-    if isinstance(span, range | slice) and span.step in (None, 1):
-        return span.start, span.stop
-    if isinstance(span, Sequence) and len(span) == 2 and all(isinstance(x, int | None) for x in span):
-        return span[0], span[1]
-    raise BudgetError(
-        expected="a range of positions as (start, end), with whole numbers or None as in a slice",
-        received=f"{span!r}",
-        remedy="for example protect=[(0, 24), (-64, None)]",
-    )
-
-
-def read_prompt_tokens(prompt_tokens: int | None) -> int | None:
-    """The length of a prompt that arrives in chunks; None for one forward.
-
-    Raises:
-        BudgetError: no whole number, or one below 1.
-    """
-    if prompt_tokens is not None and (not isinstance(prompt_tokens, int) or prompt_tokens < 1):
-        raise BudgetError(
-            expected="prompt_tokens as a whole number of at least 1",
-            received=f"{prompt_tokens}",
-            remedy="leave it out for one forward",
-        )
-    return prompt_tokens
-
-
-def read_cut_chunks(
-    cut_chunks: bool, prompt_tokens: int | None, question: Span | None, table: Sequence[PromptPolicy]
-) -> bool:
-    """Whether a prompt is cut after each of its chunks.
-
-    Args:
-        cut_chunks: what the caller asks for.
-        prompt_tokens: see `read_prompt_tokens`.
-        question: a visible one.
-        table: the policy of each evictable layer.
-
-    Raises:
-        CacheStateError: the length of the prompt is not known, or the question would come after the first cuts.
-        PolicyError: a policy that must see the whole text.
-    """
-    if not cut_chunks:
-        return False
-    if prompt_tokens is None:
-        raise CacheStateError(
-            expected="prompt_tokens, the length of the prompt, beside cut_chunks=True",
-            received="none",
-            remedy="pass prompt_tokens=input_ids.shape[1]",
-        )
-    if question is not None:
-        raise CacheStateError(
-            expected="a question that every cut can see",
-            received="cut_chunks=True, which cuts most of the text before a question at its end arrives",
-            remedy="leave question out, or let the prompt be cut at its end",
-        )
-    refuse_whole_text(table)
-    return True
-
-
-def read_chunk_tokens(chunk_tokens: int | None, table: Sequence[PromptPolicy]) -> int | None:
-    """The size of chunks that are cut one by one; None for whole texts.
-
-    Args:
-        chunk_tokens: what the caller asks for.
-        table: the policy of each evictable layer.
-
-    Raises:
-        CacheStateError: no whole number of at least 1.
-        PolicyError: a policy that must see the whole text.
-    """
-    if chunk_tokens is None:
-        return None
-    if not isinstance(chunk_tokens, int) or chunk_tokens < 1:
-        raise CacheStateError(
-            expected="chunk_tokens as a whole number of at least 1",
-            received=f"{chunk_tokens!r}",
-            remedy="for example chunk_tokens=512",
-        )
-    refuse_whole_text(table)
-    return chunk_tokens
-
-
 def check_ids(ids: Tensor | None, known: int, seen: int) -> None:
     """Refuse a forward of a text that could not be repeated later, since not all of it was given as tokens.
 
@@ -234,18 +144,6 @@ def check_ids(ids: Tensor | None, known: int, seen: int) -> None:
         received="inputs_embeds" if ids is None else f"{seen} tokens before, of which {known} are known",
         remedy="pass input_ids, or use a policy without a second pass, such as snapkv or expected-attention",
     )
-
-
-def refuse_whole_text(table: Sequence[PromptPolicy]) -> None:
-    """Raise PolicyError where a policy must see a text to its end before it can choose."""
-    whole = next((policy for policy in table if policy.needs().whole_text), None)
-    if whole is not None:
-        raise PolicyError(
-            expected="a policy that can choose before the text has ended",
-            received=f"{policy_string(whole)}, which judges by the queries of the whole text",
-            remedy="use one whose row in `kvkeep policies` says `chunks`, such as snapkv, tova, keydiff, knorm, frc or "
-            "streaming-llm; or let the text be cut at its end",
-        )
 
 
 def question_spans(question: Span | None, lengths: Sequence[int]) -> list[tuple[int, int]]:

@@ -113,18 +113,7 @@ class KeepLayer(EvictableLayer):
     # -- the forward -----------------------------------------------------------------------------------------------
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Store the new tokens, attend, and cut if the text ends here.
-
-        Args:
-            module: the attention module, for policies that ask for its rotation or output projection.
-            query: `[B, H, q, D]`.
-            key: `[B, H_kv, q, D]`.
-            value: `[B, H_kv, q, D]`.
-            scaling: factor on the dot products.
-
-        Returns:
-            `[B, q, H, D]`.
-        """
+        """Store the new tokens, attend, and cut if the text ends here; arguments as for `EvictableLayer.attend`."""
         forward = running(self.progress)
         forward.touched = True
         alone = self.store.prefix is None and self.store.tail_length == 0

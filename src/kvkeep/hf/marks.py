@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -73,3 +74,38 @@ class Mark:
             entries=tuple(facts["tails"]),
             windows=tuple((keys, values, seen) for (keys, values), seen in pairs),
         )
+
+
+class Marks:
+    """The marks of a cache that it can still go back to, as long as somebody holds them.
+
+    Args:
+        held: those to begin with.
+
+    Attributes:
+        last_cut: where the cache stood after its last cut; None where there is no such point.
+    """
+
+    def __init__(self, held: Iterable[Mark] = (), last_cut: Mark | None = None) -> None:
+        self._held: WeakSet[Mark] = WeakSet(held)
+        self.last_cut = last_cut
+
+    def __contains__(self, mark: Mark) -> bool:
+        return mark in self._held
+
+    def add(self, mark: Mark) -> None:
+        """One more."""
+        self._held.add(mark)
+
+    def clear(self) -> None:
+        """No mark holds any more: what they name was cut, or the rows have changed."""
+        self._held.clear()
+
+    def forget_after(self, columns: int) -> None:
+        """After going back: what stood behind this point is gone, also if as many tokens come again."""
+        for mark in [mark for mark in self._held if mark.columns > columns]:
+            self._held.discard(mark)
+
+    def copy(self) -> Marks:
+        """The same for a fork."""
+        return Marks(self._held, self.last_cut)

@@ -19,6 +19,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -213,6 +214,23 @@ def weights_fingerprint(model: nn.Module) -> str:
     return _digest(model, SAMPLED_ELEMENTS, with_config=False)
 
 
+def weights_identity(model: nn.Module) -> str:
+    """What a trained scorer is bound to: names, shapes, and the signs of evenly spaced elements of all parameters.
+
+    Rounding changes no sign, not even where a number becomes zero. So it is the same whatever floating type the model
+    was loaded in or cast to. Another training flips some among millions; a change that flips none escapes it, such as
+    one of norms alone, whose weights are all positive.
+
+    Raises:
+        UnsupportedError: the model has parameters without values (on the meta device).
+    """
+    hasher = hashlib.sha256(b"signs")
+    for name, parameter in model.named_parameters():
+        hasher.update(f"{name} {tuple(parameter.shape)}\n".encode())
+        hasher.update(np.packbits(torch.signbit(_some(name, parameter, SAMPLED_ELEMENTS)).cpu().numpy()).tobytes())
+    return hasher.hexdigest()
+
+
 def _remember(model: nn.Module, files: tuple[Path, ...], sha256: str | None = None) -> None:
     _origins[model] = _Origin(files, _stamps(files), _digest(model, _WITNESS_ELEMENTS), sha256)
 
@@ -242,16 +260,22 @@ def _digest(model: nn.Module, elements: int | None, *, with_config: bool = True)
         essentials.pop(volatile, None)
     hasher = hashlib.sha256(json.dumps(essentials, sort_keys=True, default=str).encode())
     for name, tensor in _tensors(model):
-        if tensor.is_meta:
-            raise UnsupportedError(
-                expected="a model with its weights in memory",
-                received=f"{name} on the meta device",
-                remedy="load the model without offloading",
-            )
+        flat = _some(name, tensor, elements)
         hasher.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        flat = tensor.detach().reshape(-1)
-        if elements is not None and flat.numel() > elements:
-            flat = flat[:: -(-flat.numel() // elements)]
         if flat.numel():
             hasher.update(flat.cpu().contiguous().view(torch.uint8).numpy().data)
     return hasher.hexdigest()
+
+
+def _some(name: str, tensor: Tensor, elements: int | None) -> Tensor:
+    """All elements of a tensor in one dimension, or evenly spaced ones, at most so many."""
+    if tensor.is_meta:
+        raise UnsupportedError(
+            expected="a model with its weights in memory",
+            received=f"{name} on the meta device",
+            remedy="load the model without offloading",
+        )
+    flat = tensor.detach().reshape(-1)
+    if elements is not None and flat.numel() > elements:
+        flat = flat[:: -(-flat.numel() // elements)]
+    return flat

@@ -16,6 +16,7 @@ from kvkeep.hf.caps import Cap
 from kvkeep.hf.evictable import EvictableLayer
 from kvkeep.hf.progress import Progress, running
 from kvkeep.hf.support import rotary_of
+from kvkeep.hf.watching import FullCells, read_watched
 from kvkeep.observation import Rotary
 from kvkeep.policies.online import (
     Arrivals,
@@ -31,6 +32,7 @@ from kvkeep.store.slot_buffers import Leaving
 # Tokens of a chunk that are read at once. Each sees what was held before them and one another: more of them waste
 # scores that are hidden, fewer waste calls.
 _BLOCK = 256
+_WATCHED = 128  # of full cells under a policy that watches: the weights of all of them are kept, hidden ones as zeros
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,13 +183,16 @@ class OnlineLayer(EvictableLayer):
     def _block(self, rows: slice, rest: int) -> int:
         store = self.store
         room = store.capacity - max(store.lengths[rows])
-        if isinstance(self.policy, WatchingPolicy):  # who leaves depends on the attention of the token before
-            return max(1, min(rest, room, _BLOCK))
+        if isinstance(self.policy, WatchingPolicy):  # nobody leaves while there is room
+            return min(rest, room, _BLOCK) if room > 0 else min(rest, _WATCHED)
         return min(rest, room if room == store.capacity else _BLOCK)
 
     def _advance(self, chunk: _Chunk) -> Tensor:
         leaving = self.store.leaving(chunk.rows, chunk.key, chunk.value)
         if isinstance(self.policy, WatchingPolicy):
+            full = self.store.lengths[chunk.rows][0] >= self.store.capacity
+            if full and chunk.query.shape[2] > 1:
+                return self._advance_in_steps(self.policy, chunk, leaving)
             return self._advance_watching(self.policy, chunk, leaving)
         return self._advance_static(self.policy, chunk, leaving)
 
@@ -229,7 +234,7 @@ class OnlineLayer(EvictableLayer):
         return output
 
     def _advance_watching(self, policy: WatchingPolicy, chunk: _Chunk, leaving: Leaving) -> Tensor:
-        """Who leaves is known from the tokens before; so a chunk either finds room, or is a single token."""
+        """Who leaves is known from the tokens before; so a chunk here either finds room, or is a single token."""
         started = time.perf_counter()
         store, rows, count = self.store, chunk.rows, chunk.query.shape[2]
         at = self._positions(chunk)
@@ -252,6 +257,30 @@ class OnlineLayer(EvictableLayer):
         store.set_priorities(rows, priorities.detach())
         self._count_time(started)
         return output
+
+    def _advance_in_steps(self, policy: WatchingPolicy, chunk: _Chunk, leaving: Leaving) -> Tensor:
+        """Many tokens of full cells: who leaves is known when they have been read."""
+        store, rows = self.store, chunk.rows
+        keys, values = store.entries(rows)
+        _, positions = store.contest(rows, store.slots)
+        cells = FullCells(
+            keys,
+            values,
+            store.priorities(rows),
+            positions.long(),
+            store.sinks,
+            store.window,
+            store.lengths[rows][0],
+        )
+        given = (chunk.query, chunk.key, chunk.value, chunk.scaling)
+        found = read_watched(policy, cells, *given, self._pinned, self.index)
+        if leaving.priorities is None:
+            raise RuntimeError("a store that does not keep all priorities")
+        started = time.perf_counter() - found.seconds
+        store.advance(rows, chunk.key, chunk.value, leaving, found.taken, leaving.priorities)
+        store.set_priorities(rows, found.priorities)
+        self._count_time(started)
+        return found.output
 
     def _take_slots(self, rows: slice, incoming: Tensor) -> Tensor:
         """The slot that each leaving token takes, `[R, H_kv, m]`, from their priorities."""

@@ -16,12 +16,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from kvkeep.attention import attend
 from kvkeep.budget import POSITION_BYTES, LayerShape
 from kvkeep.errors import UnsupportedError
-from kvkeep.hf.attention import Handle, KeptLength
+from kvkeep.hf.attention import HandingLayer
 from kvkeep.hf.layers import KeepLayer
 from kvkeep.hf.repeat_prompt import RepeatPrompt
 from kvkeep.hf.seen_tokens import SeenTokens
@@ -200,40 +200,16 @@ def _measured_states(decoder: Any, indices: Sequence[int], look: _Look) -> Itera
             hook.remove()
 
 
-class _Reader(CacheLayerMixin):  # type: ignore[misc]  # transformers is not typed
+class _Reader(HandingLayer):
     """Stands in for a KeepLayer during one forward: reads what that holds of a row, and notes how it is looked at."""
-
-    is_sliding = False
-    supports_early_init = False
 
     def __init__(self, layer: KeepLayer, look: _Look) -> None:
         super().__init__()
         self.layer, self.look = layer, look
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do."""
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Hand the new tokens to the attention function."""
-        handle = Handle(self, key_states, value_states)
-        return handle, handle
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Marked, so that no mask is built; see `KeepLayer`."""
-        return KeptLength(self.look.length + query_length), 0
-
     def get_seq_length(self) -> int:
         """Tokens of the row before its repetition."""
         return self.look.length
-
-    def get_max_length(self) -> int:
-        """No limit."""
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        """No limit; the name before transformers 5.17."""
-        return -1
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Attention of the tokens that are fed over the row and one another; arguments as for `KeepLayer.attend`."""

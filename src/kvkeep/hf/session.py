@@ -21,37 +21,13 @@ from kvkeep.budget import Budget
 from kvkeep.errors import CacheStateError
 from kvkeep.hf import saving
 from kvkeep.hf.cache import KeepCache
+from kvkeep.hf.generation import Answer, check_options, generate_answer
 from kvkeep.hf.marks import Mark
 from kvkeep.hf.policy_table import PolicyLike
 from kvkeep.hf.repeat_prompt import RepeatPrompt
 from kvkeep.hf.spans import Span
 from kvkeep.hf.support import CACHE_ARGUMENT
-from kvkeep.hf.turns import JOINT, TurnTexts, check_options, check_words, encode_after
-from kvkeep.hf.watch import Watch
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What the model said.
-
-    Attributes:
-        text: without special tokens.
-        new_tokens: tokens generated, the end token included.
-        time_to_first_token_s: from the call of `ask` to the first token, the question's processing included.
-        decode_tokens_per_s: rate of the tokens after the first; 0 if there was only one.
-    """
-
-    text: str
-    new_tokens: int
-    time_to_first_token_s: float
-    decode_tokens_per_s: float
-
-
-def joint_rate(answers: Sequence[Answer]) -> float:
-    """Tokens per second over all answers together, after the first token of each; 0 if no answer has a second one."""
-    rated = [answer for answer in answers if answer.decode_tokens_per_s]
-    seconds = sum((answer.new_tokens - 1) / answer.decode_tokens_per_s for answer in rated)
-    return sum(answer.new_tokens - 1 for answer in rated) / seconds if seconds else 0.0
+from kvkeep.hf.turns import JOINT, TurnTexts, check_words, encode_after
 
 
 @dataclass
@@ -379,50 +355,20 @@ class Session:
         self, ids: list[int], max_new_tokens: int, on_text: Callable[[str], None] | None, generate: dict[str, Any]
     ) -> Answer:
         self._warn_if_too_long(len(ids) + max_new_tokens)
-        inputs = self._tensor(ids)
-        seen = self.cache.get_seq_length()
-        streamer = Watch(self.tokenizer, on_text)
-        options: dict[str, Any] = {
-            "do_sample": False,
-            "pad_token_id": self._pad(),
-            "eos_token_id": self._ends(),
-        } | generate
-        if not options["do_sample"]:
-            # Sampling settings of the model's own configuration would only make generate warn.
-            options = {"temperature": None, "top_p": None, "top_k": None} | options
-        if "stop_strings" in options:
-            options["tokenizer"] = self.tokenizer
-        output = self.model.generate(
-            inputs,
-            attention_mask=torch.ones(1, seen + len(ids), dtype=torch.long, device=inputs.device),
+        answer, pending = generate_answer(
+            self.model,
+            self.tokenizer,
+            self.cache,
+            ids,
             max_new_tokens=max_new_tokens,
-            streamer=streamer,
-            **{CACHE_ARGUMENT: self.cache},
-            **options,
+            on_text=on_text,
+            options=generate,
         )
-        new = output[0, len(ids) :].tolist()
-        # generate never feeds its last token back.
-        stored = self.cache.get_seq_length() - seen - len(ids)
-        self._state = _State("assistant", new[stored:])
-        return Answer(
-            text=str(self.tokenizer.decode(new, skip_special_tokens=True)),
-            new_tokens=len(new),
-            time_to_first_token_s=streamer.first_token_s,
-            decode_tokens_per_s=streamer.tokens_per_s,
-        )
+        self._state = _State("assistant", pending)
+        return answer
 
     def _tensor(self, ids: list[int]) -> Tensor:
         return torch.tensor([ids], dtype=torch.long, device=self.model.device)
-
-    def _pad(self) -> int:
-        pad = self.tokenizer.pad_token_id
-        return int(pad) if pad is not None else (self._ends() or [0])[0]
-
-    def _ends(self) -> list[int]:
-        """Every token that ends an answer: the model's and the tokenizer's."""
-        given = getattr(self.model.generation_config, "eos_token_id", None)
-        ends = list(given) if isinstance(given, list | tuple) else [given]
-        return sorted({int(end) for end in [*ends, self.tokenizer.eos_token_id] if end is not None})
 
     def _warn_if_too_long(self, new: int) -> None:
         most = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)

@@ -8,7 +8,6 @@ exception.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,15 +16,14 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
 from kvkeep.errors import UnsupportedError
 from kvkeep.hf import attention
+from kvkeep.hf.attention import FormerOf
+from kvkeep.hf.attention import Output as Output
 
 NAMES = {"sdpa": "kvkeep_substitute_sdpa", "eager": "kvkeep_substitute_eager"}
-
-Output = tuple[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +82,7 @@ def substituted(model: Any, substitute: Substitute) -> Iterator[None]:
         _set(model, former)
 
 
-def _through(former_of: Callable[[nn.Module], Any]) -> Callable[..., Output]:
+def _through(former_of: FormerOf) -> Callable[..., Output]:
     def forward(
         module: nn.Module,
         query: Tensor,
@@ -112,10 +110,8 @@ def _through(former_of: Callable[[nn.Module], Any]) -> Callable[..., Output]:
 
 def _register() -> None:
     """Adds our names to transformers' registries and changes nothing that is in them."""
-    AttentionInterface.register(NAMES["sdpa"], _through(lambda module: sdpa_attention_forward))
-    # Each model's file has its own eager attention; there is none in transformers' registry.
-    eager = _through(lambda module: sys.modules[type(module).__module__].eager_attention_forward)
-    AttentionInterface.register(NAMES["eager"], eager)
+    for known, name in NAMES.items():
+        AttentionInterface.register(name, _through(attention.FORMER[known]))
     AttentionMaskInterface.register(NAMES["sdpa"], sdpa_mask)
     AttentionMaskInterface.register(NAMES["eager"], eager_mask)
 

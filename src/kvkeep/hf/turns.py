@@ -1,4 +1,4 @@
-"""What a turn is made of: the pieces of the chat template, their tokens, and what may be said and set."""
+"""What a turn is made of: the pieces of the chat template, their tokens, and what may be said."""
 
 from __future__ import annotations
 
@@ -14,26 +14,6 @@ _ANSWER = "<<kvkeep-answer>>"
 
 # Characters before a joint that can matter to the tokens behind it: longer than any special token in use.
 JOINT = 64
-
-
-# Options of generate that would not leave one answer in words behind one cache, and why.
-_REFUSED = {
-    "inputs": "the question is the input",
-    "input_ids": "the question is the input",
-    "inputs_embeds": "the question is the input",
-    "attention_mask": "the session makes it from what the cache has seen",
-    "past_key_values": "the session has its cache",
-    "cache": "the session has its cache",
-    "use_cache": "without the cache the text is not seen",
-    "num_beams": "a session holds one row",
-    "num_return_sequences": "a session holds one row",
-    "assistant_model": "assisted decoding rolls the cache back",
-    "prompt_lookup_num_tokens": "assisted decoding rolls the cache back",
-    "streamer": "pass on_text",
-    "return_dict_in_generate": "an Answer is returned",
-    "generation_config": "pass its settings one by one",
-}
-_HARMLESS = {"use_cache": True, "num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
 
 
 @dataclass(frozen=True)
@@ -119,24 +99,6 @@ def check_words(what: str, text: Any) -> None:
             received="an empty string" if text == "" else f"{type(text).__name__} {text!r}"[:80],
             remedy="pass some words; where there is no text, leave ingest out and ask at once",
         )
-
-
-def check_options(generate: dict[str, Any]) -> dict[str, Any]:
-    """Refuse options of `model.generate` that would not leave one answer in words behind one cache.
-
-    Returns:
-        The options, without those of the list that are None, which is to say not given.
-    """
-    for name in sorted(generate.keys() & _REFUSED.keys()):
-        value = generate[name]
-        if value is None or (isinstance(value, int) and name in _HARMLESS and value == _HARMLESS[name]):
-            continue
-        raise UnsupportedError(
-            expected="options of generate that lead to one answer in words",
-            received=f"{name} ({_REFUSED[name]})",
-            remedy="leave it out, or call model.generate with a KeepCache",
-        )
-    return {name: value for name, value in generate.items() if name not in _REFUSED or value is not None}
 
 
 def _refused(tokenizer: PreTrainedTokenizerBase, needs: str, what: str) -> UnsupportedError:

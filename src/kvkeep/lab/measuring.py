@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvkeep.lab.instance import Floats, Instance, forced_error
-from kvkeep.lab.penalty import free_error, penalty
+from kvkeep.lab.penalty import free_error, grown_sets, penalty
 from kvkeep.lab.selection import (
     BUDGETS,
     balance,
@@ -82,10 +82,11 @@ def measure(
         InstanceError: a budget that leaves nothing to choose.
     """
     found = []
+    grown = grown_sets(instance, budgets)
     for entries in budgets:
         top, pool = top_mass(instance, entries), candidates(instance, entries)
         best, balanced = best_set(instance, entries, pool), balance(instance, entries, pool)
-        free = free_error(instance, entries, (top, best.kept, balanced.kept))
+        free = free_error(instance, entries, (top, best.kept, balanced.kept), grown[entries])
         voted = None if group_mass is None else forced_error(instance, group_vote(group_mass[None], entries))
         found.append(
             RowMeasures(

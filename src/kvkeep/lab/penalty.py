@@ -13,7 +13,7 @@ Frank-Wolfe, after about as many steps as there are keys in use, each a small li
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,15 +66,30 @@ def grown_set(instance: Instance, entries: int) -> Indexes:
     Raises:
         InstanceError: a budget that leaves nothing to choose.
     """
-    check_budget(instance, entries)
+    return grown_sets(instance, [entries])[entries]
+
+
+def grown_sets(instance: Instance, budgets: Sequence[int]) -> dict[int, Indexes]:
+    """`grown_set` of several budgets: the search for the largest passes by the others.
+
+    Raises:
+        InstanceError: a budget that leaves nothing to choose.
+    """
+    for entries in budgets:
+        check_budget(instance, entries)
     scale = float(np.abs(instance.centred).max()) or 1.0
-    scaled = instance.centred / scale
-    used = _nearest(scaled, most=entries).points
+    used: dict[int, Indexes] = {}
+    for corral in _corrals(instance.centred / scale, most=max(budgets, default=1)):
+        used |= {entries: corral.points for entries in budgets if len(used.get(entries, ())) < entries}
+    return {entries: _filled(instance, points, entries) for entries, points in used.items()}
+
+
+def _filled(instance: Instance, used: Indexes, entries: int) -> Indexes:
     others = instance.order[~np.isin(instance.order, used)]
     return np.sort(np.concatenate([used, others[: entries - len(used)]]).astype(np.intp))
 
 
-def free_error(instance: Instance, entries: int, sets: Iterable[Kept] = ()) -> Free:
+def free_error(instance: Instance, entries: int, sets: Iterable[Kept] = (), grown: Indexes | None = None) -> Free:
     """`E_F^FW(s)`: the least free error over a pool of sets, an upper bound of `E_F(s)`.
 
     The pool is the set that Frank-Wolfe grows, and whatever is passed (top-mass, the best forced set, the balanced
@@ -84,11 +99,13 @@ def free_error(instance: Instance, entries: int, sets: Iterable[Kept] = ()) -> F
         instance: the row.
         entries: s.
         sets: others to look at.
+        grown: the set of `grown_set`, if it is there already.
 
     Raises:
         InstanceError: a budget that leaves nothing to choose, or a set that is none.
     """
-    found = [free_weights(instance, kept) for kept in (grown_set(instance, entries), *sets)]
+    grown = grown_set(instance, entries) if grown is None else grown
+    found = [free_weights(instance, kept) for kept in (grown, *sets)]
     return min(found, key=lambda free: free.error)
 
 
@@ -108,7 +125,13 @@ class _Corral:
 
 
 def _nearest(points: Floats, most: int) -> _Corral:
-    """The point of least norm in the convex hull of `points [n, d]`, with at most `most` of them in use.
+    """The point of least norm in the convex hull of `points [n, d]`, with at most `most` of them in use."""
+    *_, last = _corrals(points, most)
+    return last
+
+
+def _corrals(points: Floats, most: int) -> Iterator[_Corral]:
+    """The points in use after each step towards the nearest one; one more at most with each step.
 
     Args:
         points: scaled to about 1.
@@ -120,13 +143,14 @@ def _nearest(points: Floats, most: int) -> _Corral:
     weights = np.ones(1)
     nearest = math.inf
     while True:
+        yield _Corral(used, weights)
         x = weights @ points[used]
         distance = float(x @ x)
         products = points @ x
         entering = int(products.argmin())
         gap = distance - float(products[entering])
         if gap <= allowed or len(used) >= most or entering in used or not distance < nearest:
-            return _Corral(used, weights)
+            return
         nearest = distance
         used, weights = _correct(points, np.append(used, entering), np.append(weights, 0.0))
 

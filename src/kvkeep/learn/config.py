@@ -35,7 +35,8 @@ class ModelShape:
         layers: layers whose cache may be evicted; those with a sliding window do not count.
         kv_heads: KV heads of each.
         head_size: D.
-        fingerprint: of the weights, as `kvkeep.hf.models.weights_fingerprint` gives it; empty where it does not matter.
+        fingerprint: of the weights, as `kvkeep.hf.models.weights_identity` gives it, the same in every floating type;
+            empty where it does not matter.
     """
 
     layers: int
@@ -84,7 +85,8 @@ class KVpopConfig:
         gate_cap: soft cap `c tanh(a / c)` on the pre-activations of the mLSTM's gates; None is none. The paper has one,
             of a size that it does not give.
         skip: adds a linear map of the entry itself to the mLSTM's score (a variant that the paper names).
-        delayed: whether the mLSTM reads an entry when it leaves the window (equation 41) or when it comes.
+        delayed: whether the mLSTM reads an entry when it leaves the window (equation 41) or when it comes; then the
+            scores of the window's entries are part of its state.
         inputs: what a scorer sees beside the values: keys as they are `cached`, `unrotated`, or `position-free` (the
             lengths of the pairs that a rotation turns).
         aggregate: of the target over the query heads of a group: `max` or `mean` (of probabilities).
@@ -151,10 +153,11 @@ class KVpopConfig:
         return self.inner_width(head_size) * (2 if self.feature == "hedgehog" else 1)
 
     def state_numbers(self, head_size: int) -> int:
-        """float32 numbers of one cell's state: C, z and the stabiliser m."""
+        """float32 numbers of one cell's state: C, z and the stabiliser m; and scores that wait for their decision."""
         if not self.has_state:
             return 0
-        return self.feature_size(head_size) * (self.inner_width(head_size) + 1) + 1
+        memory = self.feature_size(head_size) * (self.inner_width(head_size) + 1) + 1
+        return memory + (0 if self.delayed else self.protected_window)
 
     def state_entries(self, head_size: int, itemsize: int) -> int:
         """Entries that weigh as much as one cell's state, rounded up: they are taken out of the slots.

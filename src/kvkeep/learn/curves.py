@@ -58,6 +58,7 @@ def write_training_page(folder: str | os.PathLike[str]) -> Path:
         seconds=sum(record["seconds"] for record in steps),
         looks=looks,
         charts=_charts(steps, looks),
+        finetune=run.settings.get("finetune"),
         facts=json.dumps(run.settings, indent=2, ensure_ascii=False),
     )
     page, draft = folder / PAGE, folder / f".{PAGE}.new"
@@ -85,10 +86,17 @@ def _charts(
                 "newest entries": _points(looks, "recent_mass"),
             },
         ),
-        ("KL to the full cache, nats a token", {"held out": _points(looks, "kl")}),
+        (
+            "KL to the full cache, nats a token",
+            {
+                "training": _smooth(_points(steps, "kl")),
+                "held out": _points(looks, "kl"),
+                "with nothing evicted": _points(looks, "dense_kl"),
+            },
+        ),
     ]
     # Of a regression the loss is a squared error, and that of held-out texts another number.
-    if looks and steps and "agreed" not in steps[-1]:
+    if looks and steps and "agreed" not in steps[-1] and "squared_error" in looks[-1]:
         wanted[0] = (
             "squared error, in standard deviations",
             {"training": _smooth(_points(steps, "loss")), "held out": _points(looks, "squared_error")},

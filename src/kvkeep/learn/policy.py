@@ -38,9 +38,6 @@ class KVpop(StaticPolicy):
         place: the folder that it was read from, if that is to be found in results.
         layers: the model's indices of the layers that the scorer's cells belong to; None for all from 0 on. `fit` sets
             it.
-
-    Raises:
-        LearnError: a scorer that does not read late; its scores would have to be kept for each token of the window.
     """
 
     scorer: KVpopScorer = field(compare=False, repr=False)
@@ -51,12 +48,6 @@ class KVpop(StaticPolicy):
 
     def __post_init__(self) -> None:
         config = self.scorer.config
-        if config.has_state and not config.delayed:
-            raise LearnError(
-                expected="a scorer that reads a token when it leaves the window",
-                received="delayed=False",
-                remedy="train it with delayed=True",
-            )
         facts = f"{sorted(config.to_dict().items())} {asdict(self.scorer.shape)}"
         tensors = {name: tensor.detach().cpu() for name, tensor in self.scorer.state_dict().items()}
         object.__setattr__(self, "digest", sha256_of(facts, tensors))
@@ -180,7 +171,7 @@ class ShippedKVpop(OnlinePolicy):
         if not suiting:
             raise LearnError(
                 expected=f"a model that kvkeep has a trained scorer for, since {self.kind!r} names no folder",
-                received=f"one without ({len(known)} of this kind come with kvkeep, for other weights or dtypes)",
+                received=f"one without ({len(known)} of this kind come with kvkeep, for other weights)",
                 remedy="train one: kvkeep train kvpop --model ... --entries ... --out FOLDER, then "
                 f"--policy {self.kind}:FOLDER",
             )

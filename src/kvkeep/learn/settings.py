@@ -10,6 +10,8 @@ from kvkeep.policies.online import Geometry
 
 Objective = Literal["boundary", "regression"]
 OBJECTIVES: tuple[Objective, ...] = ("boundary", "regression")
+Control = Literal["streaming-llm", "dense"]
+CONTROLS: tuple[Control, ...] = ("streaming-llm", "dense")
 
 
 @dataclass(frozen=True)
@@ -109,20 +111,90 @@ class TrainSettings:
 
 
 @dataclass(frozen=True)
+class FinetuneSettings:
+    """How a model is trained together with its scorers.
+
+    The paper's: KL over the 256 largest logits of the dense teacher, temperature 1, weight 1 beside the scorers' loss;
+    all weights at a constant rate of 8e-5, clip 1 (KVpop, arXiv 2607.05061, table 3). Ours: the two norms are clipped
+    apart, so that what is learned from one loss does not hang on the size of the other.
+
+    Attributes:
+        scorers: how scorers are trained, and everything that both have in common.
+        control: None trains scorers and model. `streaming-llm` trains the model alone, under sinks and the newest
+            entries; `dense` does so with nothing evicted: its KL begins at zero, so that it learns from `text_loss`.
+        lora_rank: of adapters at all linear layers but the head, which are trained in the place of the weights; None
+            trains all weights.
+        learning_rate: of the model, the same at every step.
+        top: K, logits of the teacher that are compared.
+        text_loss: weight of the negative log-likelihood of the text beside the KL; the paper has none.
+        recompute: whether layers are computed again for their gradients, which saves memory and costs time.
+    """
+
+    scorers: TrainSettings
+    control: Control | None = None
+    lora_rank: int | None = None
+    learning_rate: float = 8e-5
+    top: int = 256
+    text_loss: float = 0.0
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        if self.control is not None and self.control not in CONTROLS:
+            raise LearnError(
+                expected=f"one of {', '.join(CONTROLS)}, or None", received=f"{self.control!r}", remedy="correct it"
+            )
+        scorer = self.scorers.config.scorer
+        if (scorer == "zero") != (self.control is not None):
+            raise LearnError(
+                expected="a scorer that learns, or a control and the scorer 'zero'",
+                received=f"scorer {scorer!r}, control {self.control!r}",
+                remedy="control='streaming-llm' is what a model with scorers is compared with",
+            )
+        for name, lowest in {"lora_rank": 1, "top": 1}.items():
+            if (value := getattr(self, name)) is not None and value < lowest:
+                raise LearnError(expected=f"{name} of at least {lowest}", received=f"{value}", remedy=f"correct {name}")
+        if not (self.learning_rate > 0 and self.text_loss >= 0):
+            raise LearnError(
+                expected="a learning rate above 0 and a text loss of at least 0",
+                received=f"{self.learning_rate}, {self.text_loss}",
+                remedy="8e-5 and 0 are the paper's",
+            )
+        if self.control == "dense" and not self.text_loss:
+            raise LearnError(
+                expected="a text loss above 0 for the dense control",
+                received="0: the model would be compared with itself, and learn nothing",
+                remedy="text_loss=1, in the runs that it is compared with, too",
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON holds it, without what `scorers` says."""
+        return {name: value for name, value in asdict(self).items() if name != "scorers"}
+
+
+@dataclass(frozen=True)
 class Cost:
     """What a run will take, beside the model itself.
 
     Attributes:
         parameters: numbers that are trained.
-        training_bytes: parameters, their gradients and the optimizer's two moments.
+        training_bytes: gradients and the optimizer's two moments, and the parameters where they are not the model's.
         layer_bytes: queries, keys, values and inputs of one layer of one sequence.
         seconds: of the whole run, from sequences that were timed; looks at held-out texts included.
+        teacher_bytes: of the second model, that is not trained.
+        graph_bytes: what one sequence keeps for the model's gradient, as it was counted.
     """
 
     parameters: int
     training_bytes: int
     layer_bytes: int
     seconds: float
+    teacher_bytes: int = 0
+    graph_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.training_bytes + self.layer_bytes + self.teacher_bytes + self.graph_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON holds it."""

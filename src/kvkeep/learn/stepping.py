@@ -153,11 +153,42 @@ class MLSTMStepper(PlainStepper):
         return {"memory": memory, "exponent": exponent}
 
 
+class EarlyStepper:
+    """A memory that is read when an entry comes; its score waits until the entry leaves the window.
+
+    The state: that of the memory, and `waiting [B, C, w]`, the scores of the last w tokens.
+    """
+
+    def __init__(self, memory: Stepper, window: int) -> None:
+        self._memory, self._window = memory, window
+
+    def start(self, batch: int, device: torch.device) -> State:
+        """See `Stepper.start`."""
+        state = self._memory.start(batch, device)
+        like = next(iter(state.values()))
+        return {**state, "waiting": like.new_zeros(*like.shape[:2], self._window)}
+
+    def step(self, new: Tensor, leaving: Tensor, state: State) -> tuple[Tensor, State]:
+        """See `Stepper.step`."""
+        return self._passed(leaving.shape[2], state, *self._memory.step(new, new, state))
+
+    def read(self, new: Tensor, leaving: Tensor, state: State) -> tuple[Tensor, State]:
+        """See `Stepper.read`."""
+        return self._passed(leaving.shape[2], state, *self._memory.read(new, new, state))
+
+    def _passed(self, leaving: int, state: State, scores: Tensor, after: State) -> tuple[Tensor, State]:
+        """The scores that were waiting for so many tokens, of which each stands w before one of the last new ones."""
+        known, count = torch.cat([state["waiting"], scores], dim=2), scores.shape[2]
+        waiting = known[:, :, count:].clone()  # a view would keep the chunk's scores, too
+        return known[:, :, count - leaving : count], {**after, "waiting": waiting}
+
+
 def stepper_of(scorer: CellScorer, cells: slice) -> Stepper:
     """The shortest way that there is for a scorer's layer."""
     with torch.no_grad():
         if isinstance(scorer, MLSTMScorer):
-            return MLSTMStepper(scorer, cells)
+            memory = MLSTMStepper(scorer, cells)
+            return memory if scorer.config.delayed else EarlyStepper(memory, scorer.config.protected_window)
         if isinstance(scorer, MLPScorer):
             return MLPStepper(scorer, cells)
     return PlainStepper(scorer, cells)

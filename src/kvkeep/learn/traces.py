@@ -57,7 +57,7 @@ class LayerTrace:
 
 
 @torch.no_grad()
-def trace(model: Any, ids: Tensor, see: Callable[[LayerTrace], None]) -> None:
+def trace(model: Any, ids: Tensor, see: Callable[[LayerTrace], object]) -> None:
     """Run a text through a model and show each layer of full attention, in order.
 
     Args:
@@ -69,7 +69,7 @@ def trace(model: Any, ids: Tensor, see: Callable[[LayerTrace], None]) -> None:
         UnsupportedError: a model or an attention that kvkeep has not checked.
     """
     inner = unwrap(model)
-    ordinals = {plan.index: ordinal for ordinal, plan in enumerate(_evictable(model))}
+    ordinals = evictable_ordinals(inner)
     decoder = inner.get_decoder()
 
     def look(call: LayerCall) -> Output:
@@ -94,5 +94,7 @@ def shape_of(model: Any, *, fingerprint: bool = True) -> ModelShape:
     return ModelShape(len(found.layers), found.kv_heads, found.head_size, known)
 
 
-def _evictable(model: Any) -> list[Any]:
-    return [plan for plan in plan_model(model) if plan.window is None]
+def evictable_ordinals(model: Any) -> dict[int, int]:
+    """Which of the layers that may be evicted each of them is, by its index in the model."""
+    layers = [plan.index for plan in plan_model(model) if plan.window is None]
+    return {layer: ordinal for ordinal, layer in enumerate(layers)}

@@ -193,14 +193,8 @@ class Observation:
         Raises:
             PolicyError: it was not declared.
         """
-        try:
-            return self.second_passes[second_pass]
-        except KeyError:
-            raise PolicyError(
-                expected="a policy whose `needs` declares its second pass",
-                received=f"a use of {second_pass} in layer {self.layer}, where {len(self.second_passes)} others are",
-                remedy="return Needs(second_passes=frozenset({SecondPass(...)})) with the very same options",
-            ) from None
+        remedy = "return Needs(second_passes=frozenset({SecondPass(...)})) with the very same options"
+        return self._declared(self.second_passes, second_pass, "second pass", remedy)
 
     def calibrated(self, place: str) -> LayerStatistics:
         """What a calibration knows of the layer.
@@ -211,14 +205,8 @@ class Observation:
         Raises:
             PolicyError: it was not declared.
         """
-        try:
-            return self.statistics[place]
-        except KeyError:
-            raise PolicyError(
-                expected="a policy whose `needs` declares its statistics",
-                received=f"a use of {place!r} in layer {self.layer}, where {len(self.statistics)} others are",
-                remedy="return Needs(statistics=frozenset({...})) with the very same place",
-            ) from None
+        remedy = "return Needs(statistics=frozenset({...})) with the very same place"
+        return self._declared(self.statistics, place, "statistics", remedy)
 
     def pool_heads(self, summary: Tensor, how: str = "mean") -> Tensor:
         """One value for all heads of a layer, given back to each cell that holds the position.
@@ -249,6 +237,17 @@ class Observation:
         """Euclidean norms of the values, `[B, H_kv, N]` float32."""
         norms: Tensor = torch.linalg.vector_norm(self._float("values"), dim=-1)
         return norms
+
+    def _declared(self, given: Mapping[Any, T], key: object, what: str, remedy: str) -> T:
+        """What the adapter gathered, since the policy had asked for it."""
+        try:
+            return given[key]
+        except KeyError:
+            raise PolicyError(
+                expected=f"a policy whose `needs` declares its {what}",
+                received=f"a use of {key!r} in layer {self.layer}, where {len(given)} others are",
+                remedy=remedy,
+            ) from None
 
     def _float(self, name: str) -> Tensor:
         # Norms and dot products are taken in float32: squares of a half-precision key overflow.

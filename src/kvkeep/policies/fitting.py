@@ -21,7 +21,7 @@ class ServedModel:
         head_size: D.
         device: that the model is on.
         entries: the cap of a cell, where it is known before the first text; None for a cap in bytes.
-        fingerprint: of the weights; computed when it is asked for.
+        fingerprint: of the weights, whatever floating type they are in; computed when it is asked for.
     """
 
     layers: tuple[int, ...]

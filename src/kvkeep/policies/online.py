@@ -167,7 +167,7 @@ class StaticPolicy(OnlinePolicy):
 
 
 class WatchingPolicy(OnlinePolicy):
-    """Follows the attention that entries receive. Texts are then read token by token once a cell is full."""
+    """Follows the attention that entries receive: once a cell is full it is asked at each token of a text."""
 
     @abstractmethod
     def observe(self, priorities: Tensor, attention: Tensor) -> Tensor:

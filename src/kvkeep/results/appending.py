@@ -25,6 +25,7 @@ from filelock import FileLock, Timeout
 
 from kvkeep.errors import ResultsError
 from kvkeep.results.rows import SCHEMA_VERSION, check_schema_version
+from kvkeep.results.whole_files import sync_folder, write_whole
 
 ROWS = "rows.jsonl"
 RUN = "run.json"
@@ -180,14 +181,14 @@ class AppendLog(ABC):
                 remedy="nobody can tell what settings they were made with; choose another folder",
             )
         if claims is not None:
-            _replace(self.folder / CLAIMS, declared)
+            write_whole(self.folder / CLAIMS, declared, durable=True)
         record = {
             "schema_version": SCHEMA_VERSION,
             "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "claims_sha256": hashlib.sha256(declared).hexdigest() if claims is not None else "",
             "settings": given,
         }
-        _replace(path, (json.dumps(record, indent=2) + "\n").encode())
+        write_whole(path, json.dumps(record, indent=2) + "\n", durable=True)
 
     def _open(self) -> None:
         path = self.folder / ROWS
@@ -197,7 +198,7 @@ class AppendLog(ABC):
         os.ftruncate(self._file, self._length)  # a torn last record is made again
         self._unsynced = 1
         self.flush()
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
 
 
 def whole_lines(path: Path) -> Iterator[tuple[str, Any]]:
@@ -278,24 +279,3 @@ def _differences(former: Any, given: Any, path: str = "") -> list[str]:
             for line in _differences(former.get(name), given.get(name), f"{path}.{name}" if path else name)
         ]
     return [] if former == given else [f"{path}: {json.dumps(former)} -> {json.dumps(given)}"]
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file so that it is there whole or not at all."""
-    draft = path.with_name(f".{path.name}.new")
-    with open(draft, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """A new name is durable only when its folder is."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -127,21 +127,26 @@ class TokenCounter:
         return max(self.count(text), self.count(gap + text) - self.count(gap)) if gap else self.count(text)
 
     def offsets(self, text: str) -> Offsets:
-        """Where each token stands in the text.
+        """See `token_offsets`."""
+        return token_offsets(self._tokenizer, text)
 
-        Raises:
-            TaskError: a tokenizer that does not tell.
-        """
-        try:
-            encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            offsets: Offsets = encoded["offset_mapping"]
-        except (NotImplementedError, KeyError) as error:
-            raise TaskError(
-                expected="a fast tokenizer, which tells where its tokens stand in the text",
-                received=f"{type(self._tokenizer).__name__}, which does not",
-                remedy="load the tokenizer with AutoTokenizer.from_pretrained(..., use_fast=True)",
-            ) from error
-        return offsets
+
+def token_offsets(tokenizer: Tokenizer, text: str) -> Offsets:
+    """Where each token stands in the text; none of them is a special one.
+
+    Raises:
+        TaskError: a tokenizer that does not tell.
+    """
+    try:
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        offsets: Offsets = encoded["offset_mapping"]
+    except (NotImplementedError, KeyError, TypeError) as error:
+        raise TaskError(
+            expected="a fast tokenizer, which tells where its tokens stand in the text",
+            received=f"{type(tokenizer).__name__}, which does not ({type(error).__name__})",
+            remedy="load the tokenizer with AutoTokenizer.from_pretrained(..., use_fast=True)",
+        ) from error
+    return offsets
 
 
 def token_span(offsets: Offsets, span: CharSpan) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from os import PathLike
 from typing import Any
 
 from kvkeep.errors import TaskError, near_names
+from kvkeep.tasks.fitting import token_offsets
 from kvkeep.tasks.metrics import METRICS
 from kvkeep.tasks.protocols import Sample, Tokenizer, Turn
 from kvkeep.tasks.published import Family, bare, family_named, family_of_repo, family_of_task, metric_of
@@ -242,7 +243,8 @@ def truncate_middle(text: str, tokenizer: Tokenizer, length: int) -> tuple[str, 
         raise TaskError(
             expected="at least 2 tokens for a context", received=str(length), remedy="ask for a greater length"
         )
-    count, offsets = _offsets(text, tokenizer)
+    offsets = token_offsets(tokenizer, text)
+    count = len(offsets)
     half, cut = length // 2, text
     size = count
     while size > length:
@@ -252,18 +254,6 @@ def truncate_middle(text: str, tokenizer: Tokenizer, length: int) -> tuple[str, 
         size = len(tokenizer(cut, add_special_tokens=False)["input_ids"])
         half -= max(1, (size - length) // 2)
     return cut, count
-
-
-def _offsets(text: str, tokenizer: Tokenizer) -> tuple[int, Sequence[tuple[int, int]]]:
-    try:
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return len(encoded["input_ids"]), encoded["offset_mapping"]
-    except (NotImplementedError, KeyError, TypeError) as error:
-        raise TaskError(
-            expected="a tokenizer that says where its tokens stand in the text",
-            received=f"{type(tokenizer).__name__}, which does not ({type(error).__name__})",
-            remedy="load the fast tokenizer of the model",
-        ) from error
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,17 @@ import jinja2
 from markupsafe import Markup
 
 from kvkeep.errors import ResultsError
-from kvkeep.evolve.campaign import contestants_of, controls_of, measured_of, verdicts_of
+from kvkeep.evolve.campaign import controls_of, verdicts_of
+from kvkeep.evolve.diagnosis import diagnosis_of
 from kvkeep.evolve.history import History, read_history
-from kvkeep.evolve.loop import diagnosis_of, replay
+from kvkeep.evolve.loop import replay
+from kvkeep.evolve.ranks import rank_correlations
 from kvkeep.evolve.report.charts import ascent_chart, scatter_chart
 from kvkeep.evolve.report.parts import (
-    first_stage_and_frc,
     grids,
     lineage,
     reasons,
     score_text,
-    search_and_heldout,
 )
 from kvkeep.results.report.numbers import number_text
 from kvkeep.results.rows import PROTOCOLS
@@ -59,11 +59,7 @@ def _render(history: History) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"points": score_text, "number": number_text}
-    archive, measured = replay(history), measured_of(history)
-    correlations = [
-        first_stage_and_frc(history),
-        search_and_heldout(history, measured, _fitness_by_contestant(history)),
-    ]
+    archive = replay(history)
     axes = [
         ("weight share of FRC's features", "stage 1, points"),
         ("search score, points", "held out, nats a token"),
@@ -87,28 +83,14 @@ def _render(history: History) -> str:
         verdicts=verdicts_of(history),
         protocols=PROTOCOLS,
         correlations=[
-            (ranks, scatter_chart(ranks.pairs, *labels)) for ranks, labels in zip(correlations, axes, strict=True)
+            (ranks, scatter_chart(ranks.pairs, *labels))
+            for ranks, labels in zip(rank_correlations(history), axes, strict=True)
         ],
         diagnosis=diagnosis_of(history, archive),
+        drift=[abs(points) for _, points in history.drift() if points is not None],
         guard=_share_of_guards(history),
         settings=json.dumps(dict(history.settings), indent=2, ensure_ascii=False),
     )
-
-
-def _fitness_by_contestant(history: History) -> dict[str, float]:
-    """Of those that stood in the promotion, what they had reached in the search."""
-    known = {c.digest: c for c in history.candidates if c.evaluation and c.evaluation.fitness is not None}
-    found: dict[str, float] = {}
-    for name, given in contestants_of(history).items():
-        evaluation = known[given.digest].evaluation if not isinstance(given, str) and given.digest in known else None
-        if evaluation is not None and evaluation.fitness is not None:
-            found[name] = evaluation.fitness
-    for control in controls_of(history):
-        at = control.best
-        fitness = None if at is None else control.evaluations[at].fitness
-        if fitness is not None:
-            found.setdefault(control.name, fitness)
-    return found
 
 
 def _share_of_guards(history: History) -> float | None:

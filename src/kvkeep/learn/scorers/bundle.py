@@ -90,7 +90,7 @@ class KVpopScorer(nn.Module, PyTorchModelHubMixin, library_name="kvkeep", tags=[
             raise LearnError(
                 expected=f"the model that the scorer was made for, {_told(ours)}",
                 received=_told(theirs),
-                remedy="load the same weights in the same dtype, or train a scorer for this model",
+                remedy="load the same weights, or train a scorer for this model",
             )
 
     @classmethod

@@ -8,11 +8,9 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 from kvkeep.errors import ResultsError
@@ -25,11 +23,15 @@ from kvkeep.results.report.charts import curve, policies_left_out, y_unit
 from kvkeep.results.report.heat import head_maps, needle_maps
 from kvkeep.results.report.numbers import interval_text, n_text, number_text
 from kvkeep.results.report.predictions import choose, script_json
+from kvkeep.results.report.rendering import environment, style_sheet, text_of
 from kvkeep.results.report.styles import Style, styles_of
 from kvkeep.results.report.tables import Block, CostRow, blocks, costs, markdown, protocols_of
 from kvkeep.results.rows import FULL, PROTOCOLS, SCHEMA_VERSION, Row
 from kvkeep.results.statistics import FEW
 from kvkeep.results.summary import budget_label, budgets_of, bytes_label, group, points, policies_of
+from kvkeep.results.whole_files import write_whole
+
+_HERE = "kvkeep.results.report"
 
 PAGE = "index.html"
 TABLE = "table.md"
@@ -94,8 +96,8 @@ def write_report(folder: str | os.PathLike[str]) -> Path:
     write_parquet(rows, folder)
     table, cost_table = blocks(rows), costs(rows)
     title = f"Results of {rows[0].model}"
-    _write(folder / TABLE, markdown(title, budgets_of(rows), table, cost_table, _remarks(rows, verdicts)))
-    _write(folder / PAGE, _render(run, rows, verdicts, table, cost_table))
+    write_whole(folder / TABLE, markdown(title, budgets_of(rows), table, cost_table, _remarks(rows, verdicts)))
+    write_whole(folder / PAGE, _render(run, rows, verdicts, table, cost_table))
     return folder / PAGE
 
 
@@ -108,18 +110,10 @@ def _render(
     families = {family: index for index, family in enumerate(sorted({row.family for row in rows}))}
     heads, scales = head_maps(rows)
     needles = needle_maps(rows)
-    css, script = _text("page.css"), _text("page.js")
-    environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_text),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"bytes": bytes_label, "budget": budget_label}
-    page = environment.get_template("page.html")
+    script = text_of(_HERE, "page.js")
+    page = environment(_HERE, bytes=bytes_label, budget=budget_label).get_template("page.html")
     values = dict(
-        css=Markup(css),
+        css=style_sheet(),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         rows=rows,
@@ -259,13 +253,3 @@ def _remarks(rows: Sequence[Row], verdicts: Sequence[Verdict]) -> list[str]:
         f"{' (exploratory: not declared before the run)' if v.exploratory else ''}: {v.reason}."
         for v in verdicts
     ]
-
-
-def _text(name: str) -> str:
-    return (files("kvkeep.results.report") / name).read_text(encoding="utf-8")
-
-
-def _write(path: Path, text: str) -> None:
-    draft = path.with_name(f".{path.name}.new")
-    draft.write_text(text, encoding="utf-8", errors="replace", newline="\n")  # settings may hold lone surrogates
-    os.replace(draft, path)
