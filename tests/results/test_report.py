@@ -22,6 +22,7 @@ from kvkeep.results.report.numbers import interval_text, n_text, number_text
 from kvkeep.results.report.predictions import choose, script_json
 from kvkeep.results.report.rendering import style_sheet, text_of
 from kvkeep.results.report.styles import styles_of
+from kvkeep.results.report.tables import blocks
 from kvkeep.results.statistics import Measurement, mean_interval
 from kvkeep.results.summary import points
 
@@ -178,6 +179,21 @@ def test_claims_are_judged_as_declared(run: Path, tmp_path: Path) -> None:
     page = write_report(later).read_text(encoding="utf-8")
     assert page.count("was not declared before the run began") >= 2
     assert "exploratory: not declared before the run" in (later / "table.md").read_text(encoding="utf-8")
+
+
+def test_all_tasks_come_first_and_the_best_policies_before_others() -> None:
+    def scored(policy: str, task: str, score: float) -> Row:
+        return row(policy=policy, task=task, sample=f"{task}/0", cluster=f"{task}/0", score=score)
+
+    rows = [scored("poor", task, 0.1) for task in ("a/x", "a/y")]
+    rows += [scored("good", "a/x", 0.6), scored("good", "a/y", 0.8), scored("partial", "a/x", 1.0)]
+    together, first, second = blocks(rows, [METRICS["score"]])
+    assert [block.task for block in (together, first, second)] == ["", "a/x", "a/y"]
+    assert list(together.rows) == ["good", "poor"]  # a mean over other tasks is another number
+    assert [cell.mean for cell in together.rows["good"] if cell] == ["0.70"]
+    assert list(first.rows) == ["partial", "good", "poor"]
+    alone = blocks([each for each in rows if each.task == "a/x"], [METRICS["score"]])
+    assert [block.task for block in alone] == ["a/x"]
 
 
 def test_what_lacks_tasks_is_not_drawn_but_named(tmp_path: Path) -> None:

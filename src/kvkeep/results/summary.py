@@ -11,6 +11,7 @@ from kvkeep.results.rows import FULL, Row
 from kvkeep.results.statistics import Estimate, mean_interval, stratified_mean
 
 K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
 
 BudgetKey = tuple[str, float | int]
 
@@ -70,9 +71,9 @@ def bytes_label(number: float) -> str:
     return f"{number:.0f} B"
 
 
-def group(rows: Iterable[Row], key: Callable[[Row], K]) -> dict[K, list[Row]]:
-    """Rows by key, in the order in which keys come."""
-    found: dict[K, list[Row]] = {}
+def group(rows: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Rows (or what else) by key, in the order in which keys come."""
+    found: dict[K, list[T]] = {}
     for row in rows:
         found.setdefault(key(row), []).append(row)
     return found

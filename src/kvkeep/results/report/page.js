@@ -21,7 +21,7 @@
     };
   };
 
-  // What an element does not say, it is not filtered by. A chart over all tasks has an empty data-f.
+  // What an element does not say, it is not filtered by. What is over all tasks has an empty data-f.
   const fits = (data, at, pick) =>
     (!at.protocol || data.protocol === undefined || data.protocol === at.protocol) &&
     (!at.family || data.f === undefined || data.f === at.family) &&

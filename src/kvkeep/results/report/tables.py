@@ -5,11 +5,12 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from kvkeep.results.metrics import COST, METRICS, QUALITY, Metric
 from kvkeep.results.report.numbers import interval_text, n_text, number_text
 from kvkeep.results.rows import FULL, PROTOCOLS, Row
-from kvkeep.results.summary import BudgetKey, Point, budget_label, budgets_of, group, points, policies_of
+from kvkeep.results.summary import BudgetKey, Point, budget_label, budgets_of, group, points
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Block:
-    """A metric of one task at one length under one protocol: policies down, budgets across.
+    """A metric at one length under one protocol: policies down, the best one first, and budgets across.
 
     Attributes:
         metric: what is shown.
         protocol: of the rows.
-        task: of the rows.
+        task: of the rows; empty for all tasks together, of which policies that lack one are left out.
         length: of the rows, 0 where it was not asked for.
         rows: by policy, one cell for each budget; the full cache has one cell.
     """
@@ -46,6 +47,12 @@ class Block:
     task: str
     length: int
     rows: Mapping[str, list[Cell | None]]
+
+    @property
+    def title(self) -> str:
+        """What the rows are of."""
+        length = f", {self.length:,} tokens" if self.length else ""
+        return f"{self.task or 'all tasks'}{length}, {self.protocol}"
 
 
 @dataclass(frozen=True)
@@ -88,26 +95,33 @@ def cell_of(point: Point, metric: Metric) -> Cell:
 
 
 def blocks(rows: Sequence[Row], metrics: Sequence[Metric] = tuple(QUALITY)) -> list[Block]:
-    """Every metric of every task, length and protocol that was measured."""
+    """Every metric of every task, length and protocol that was measured; before single tasks all of them together."""
     budgets = budgets_of(rows)
     order = {name: index for index, name in enumerate(protocols_of(rows))}
     cells = group(rows, lambda row: (order[row.protocol], row.task, row.length))
+    together = group(rows, lambda row: (order[row.protocol], "", row.length))
+    several = {place: members for place, members in together.items() if len({row.task for row in members}) > 1}
     found = []
     for metric in metrics:
-        for (protocol, task, length), members in sorted(cells.items()):
-            by_place: dict[tuple[str, BudgetKey], Cell] = {
-                (p.policy, p.budget): cell_of(p, metric) for p in points(members, metric)
-            }
-            shown = [name for name in policies_of(members) if any(policy == name for policy, _ in by_place)]
-            if shown:
+        for (protocol, task, length), members in sorted((several | cells).items()):
+            comparable = [point for point in points(members, metric) if not point.missing]
+            by_place: dict[tuple[str, BudgetKey], Cell] = {(p.policy, p.budget): cell_of(p, metric) for p in comparable}
+            if by_place:
                 table: dict[str, list[Cell | None]] = {
                     name: [c for (policy, _), c in by_place.items() if policy == name]
                     if name == FULL
                     else [by_place.get((name, budget)) for budget in budgets]
-                    for name in shown
+                    for name in _best_first(comparable, metric)
                 }
                 found.append(Block(metric, [*order][protocol], task, length, table))
     return found
+
+
+def _best_first(found: Sequence[Point], metric: Metric) -> list[str]:
+    """Policies by their mean over the budgets, behind the full cache."""
+    sign = -1 if metric.higher_is_better else 1
+    means = {name: fmean(p.estimate.mean for p in of) for name, of in group(found, lambda p: p.policy).items()}
+    return sorted(means, key=lambda name: (name != FULL, sign * means[name], name))
 
 
 def costs(rows: Sequence[Row]) -> list[CostRow]:
@@ -141,8 +155,7 @@ def markdown(
     """
     lines = [f"# {_escaped(title)}", "", *(line for remark in remarks for line in (_escaped(remark), ""))]
     for block in table:
-        length = f", {block.length:,} tokens" if block.length else ""
-        lines += [f"## {_escaped(block.task)}{length}, {block.protocol}: {block.metric.label}", ""]
+        lines += [f"## {_escaped(block.title)}: {block.metric.label}", ""]
         lines += _table(
             ["policy", *map(budget_label, budgets)],
             [
