@@ -74,6 +74,22 @@ def test_more_candidates_go_on_from_there(evolve, tmp_path):
     assert "settings that the run" in other.json["expected"]
 
 
+def test_the_best_so_far_is_there_before_the_end(evolve, tmp_path, monkeypatch):
+    seen = []
+
+    def look(progress):
+        best = tmp_path / "out" / "best.py"
+        seen.append((progress.done, progress.stage, best.read_text() if best.exists() else None))
+        return ""
+
+    monkeypatch.setattr("kvkeep.cli.evolve.progress_line", look)
+    assert evolve("--json").status == 0
+    before = {candidate.source for candidate in read_history(tmp_path / "out").candidates}
+    last = [text for done, stage, text in seen if done == 3 and stage]
+    assert last
+    assert all(text in before for text in last)
+
+
 def test_a_second_model_is_asked_for_before_the_search(evolve, tmp_path):
     ran = evolve("--promote", "--second-model", tmp_path / "no-model", "--json")
     assert ran.status == 2

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvkeep.cli.train import own_device
+
 from .conftest import TEXT, check_text
 
 
@@ -61,6 +63,13 @@ def test_a_model_is_trained_with_its_scorer(kvkeep, folder, context, texts, tmp_
     alone = kvkeep(*words[:-1], "--control", "dense")
     assert alone.status == 2
     assert "add --finetune" in " ".join(alone.err.split())
+
+
+def test_each_process_of_a_launch_has_its_device(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert own_device("cuda") == "cuda"
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert [own_device(name) for name in ("cuda", "cuda:1", "cpu")] == ["cuda:3", "cuda:1", "cpu"]
 
 
 def test_what_cannot_be_is_refused(kvkeep, folder, texts, context, tmp_path):

@@ -86,6 +86,19 @@ def test_a_masked_forward_is_what_a_cache_gives(architecture):
         torch.testing.assert_close(model(ids).logits, dense, rtol=0, atol=0)
 
 
+def test_decisions_are_not_made_in_half_precision():
+    model, seen = tiny_model("llama", torch.float32), []
+
+    def decide(layer):
+        seen.append((torch.is_autocast_enabled("cpu"), layer.values.dtype))
+        return torch.full((1, 2, 37), 37)
+
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), evicting(model, decide):
+        model(text(), use_cache=False)
+    assert [on for on, _ in seen] == [False] * 3
+    assert torch.bfloat16 in {dtype for _, dtype in seen}
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(2, 9), st.integers(2, 12), st.integers(0, 99), st.floats(0.1, 8))
 def test_the_distance_is_the_kl_of_a_coarser_view(length, vocabulary, seed, sharpness):

@@ -41,8 +41,17 @@ def settings_of(kind="mlp", **options):
     return FinetuneSettings(TrainSettings(config, **common, **rates), **own)
 
 
-def run(out, *, architecture="llama", warm_start="", on_progress=lambda p: None, on_cost=lambda c: None, **options):
-    model, tokenizer = fake_model(architecture)
+def run(
+    out,
+    *,
+    architecture="llama",
+    tied=False,
+    warm_start="",
+    on_progress=lambda p: None,
+    on_cost=lambda c: None,
+    **options,
+):
+    model, tokenizer = fake_model(architecture, tie_word_embeddings=tied)
     return finetune(
         model,
         tokenizer,
@@ -199,6 +208,12 @@ def test_adapters_are_merged_and_kept(tmp_path):
         assert not torch.allclose(before(ids).logits, after(ids).logits, rtol=1e-3, atol=1e-3)
 
 
+def test_adapters_without_peft_say_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(LearnError, match=r"pip install \"kvkeep\[finetune\]\""):
+        run(tmp_path, lora_rank=2)
+
+
 def _deprecated(model):
     return hasattr(type(model), "is_activation_checkpointing")
 
@@ -236,11 +251,13 @@ def test_a_run_that_was_really_killed(tmp_path):
         run(tmp_path / "run", sequences=400, top=8)
 
 
-@pytest.mark.parametrize("options", [{"lora_rank": 2}, {"control": "streaming-llm", "batch": 2}])
+@pytest.mark.parametrize("options", [{"lora_rank": 2}, {"control": "streaming-llm", "batch": 2}, {"tied": True}])
 def test_a_run_that_was_stopped(tmp_path, options):
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "run", sequences=24, on_progress=stop_at(5), **options)
     goes_on_as_if_nothing_had_happened(tmp_path, 8, sequences=24, **options)
+    whole = run(tmp_path / "run", sequences=24, **options)
+    assert load_model(whole.model)[0].config.tie_word_embeddings == options.get("tied", False)
 
 
 def stop_at(step):

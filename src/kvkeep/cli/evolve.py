@@ -28,7 +28,8 @@ from kvkeep.cli.output import note, print_json
 
 if TYPE_CHECKING:
     from kvkeep.evolve.controls import Control
-    from kvkeep.evolve.loop import SearchResult
+    from kvkeep.evolve.history import History
+    from kvkeep.evolve.loop import Progress
     from kvkeep.evolve.mutators.protocol import Mutator
     from kvkeep.evolve.program import Program
     from kvkeep.evolve.promotion import Verdict
@@ -79,7 +80,7 @@ def evolve(
 
     Each text is processed once, and its keys, values and features stay on disk; a candidate costs a fraction of a
     prefill. A search that was killed goes on when the same command is given again, and comes to the same result. The
-    best program is written to best.py: `kvkeep run --policy program:OUT/best.py`.
+    best program so far is in best.py: `kvkeep run --policy program:OUT/best.py`.
 
     Args:
         out: Folder of the log, the best program and the page.
@@ -203,10 +204,14 @@ def evolve(
         with watching() as watch:
             cascade = Cascade(recorded, cascade_settings, evaluator.read_on(pool), sandbox)
             campaign = Campaign(log, search_settings, cascade, changing, seeds)
-            result = campaign.search(
-                candidates, lambda progress: watch(progress_line(progress), progress.done, progress.total)
-            )
-            _write_best(folder, result)
+
+            def on_progress(progress: Progress) -> None:
+                watch(progress_line(progress), progress.done, progress.total)
+                if not progress.stage:  # a generation is written down: the best so far can be looked at
+                    _write_best(folder, log.history)
+
+            result = campaign.search(candidates, on_progress)
+            _write_best(folder, result.history)
             controls_run: list[Control] = []
             if controls:
                 controls_run = campaign.control(
@@ -326,10 +331,11 @@ def _fresh(mutator: Mutator, name: str) -> Mutator:
     return mutator if name == "llm" else Grammar()
 
 
-def _write_best(folder: Path, result: SearchResult) -> None:
-    best = result.history.best
+def _write_best(folder: Path, history: History) -> None:
+    best, path, draft = history.best, folder / "best.py", folder / ".best.py.new"
     if best is not None:
-        (folder / "best.py").write_text(best.source, encoding="utf-8")
+        draft.write_text(best.source, encoding="utf-8")
+        draft.replace(path)  # who reads it meanwhile finds the former one, whole
 
 
 def _page(folder: Path) -> Path | None:

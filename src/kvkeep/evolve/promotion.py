@@ -30,7 +30,7 @@ from kvkeep.evolve.samples import Asked, Protocol, Recorded, SampleSettings, spl
 from kvkeep.evolve.sandbox import Sandbox
 from kvkeep.hf.prompting import Prompting
 from kvkeep.policies import parse_prompt_policy
-from kvkeep.results.statistics import Measurement, Paired, holm, mean_interval, paired_difference
+from kvkeep.results.statistics import Measurement, Paired, holm, paired_difference, stratified_mean
 from kvkeep.tasks.protocols import Task
 
 FULL, RANDOM = "full cache", "random entries"
@@ -271,8 +271,8 @@ def verdicts(measured: Iterable[Measured], program: str) -> list[Verdict]:
                         part=part,
                         program=program,
                         against=other,
-                        mean=mean_interval(_measurements(kept, program), resamples=1).mean,
-                        other_mean=mean_interval(_measurements(kept, other), resamples=1).mean,
+                        mean=stratified_mean(_measurements(kept, program)),
+                        other_mean=stratified_mean(_measurements(kept, other)),
                         difference=pair.difference.mean,
                         low=pair.difference.low,
                         high=pair.difference.high,

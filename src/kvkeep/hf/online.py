@@ -273,7 +273,8 @@ class OnlineLayer(EvictableLayer):
             store.lengths[rows][0],
         )
         given = (chunk.query, chunk.key, chunk.value, chunk.scaling)
-        found = read_watched(policy, cells, *given, self._pinned, self.index)
+        pinned = self._pinned if self.cap.spans else None
+        found = read_watched(policy, cells, *given, pinned, self.index)
         if leaving.priorities is None:
             raise RuntimeError("a store that does not keep all priorities")
         started = time.perf_counter() - found.seconds

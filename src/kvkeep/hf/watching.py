@@ -4,8 +4,8 @@ Who leaves with a token depends on the attention of the token before, so that th
 they decide about does not: the products of a block's queries with all keys that they may see, and those of the weights
 with the values, are computed for all tokens at once. Between the two stands a loop over a few numbers an entry.
 
-Shapes: `R` rows of equal length, `H` query heads, `H_kv` KV heads, `G = H / H_kv`, `n` new tokens, `N` entries of a full
-cell, in the order of `store/slots.py`.
+Shapes: `R` rows of equal length, `H` query heads, `H_kv` KV heads, `G = H / H_kv`, `n` new tokens, `N` entries of a
+full cell, in the order of `store/slots.py`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def read_watched(
     key: Tensor,
     value: Tensor,
     scaling: float,
-    pinned: Callable[[Tensor, Tensor], Tensor],
+    pinned: Callable[[Tensor, Tensor], Tensor] | None,
     layer: int,
 ) -> Watched:
     """Read new tokens one after the other: someone leaves, the token comes, its attention changes priorities.
@@ -82,13 +82,14 @@ def read_watched(
         key: `[R, H_kv, n, D]`.
         value: `[R, H_kv, n, D]`.
         scaling: factor on the products.
-        pinned: given priorities and positions of their shape, the priorities with nobody's reach for protected ones.
+        pinned: given priorities and positions of their shape, priorities that nobody reaches for protected ones; None
+            where nothing is protected.
         layer: index of the layer, for messages.
 
     Raises:
         PolicyError: priorities of another shape or type, or that are not finite.
     """
-    rows, kv_heads, held, _ = cells.keys.shape
+    rows, kv_heads = cells.keys.shape[:2]
     count, group = query.shape[2], query.shape[1] // kv_heads
     asking = scaled(query, scaling).reshape(rows, kv_heads, group * count, -1)
     keys = torch.cat([cells.keys, key], dim=2)
@@ -105,7 +106,7 @@ def _decide(
     policy: WatchingPolicy,
     cells: FullCells,
     scores: Tensor,
-    pinned: Callable[[Tensor, Tensor], Tensor],
+    pinned: Callable[[Tensor, Tensor], Tensor] | None,
     layer: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Weights of the size of the scores `[R, H_kv, G, n, N + n]`, zero for what a token does not see; and the rest."""
@@ -123,8 +124,10 @@ def _decide(
         leaving = now - cells.window
         column = cells.sinks + (now - cells.sinks) % cells.window  # of the token that leaves, and of the one that comes
         mine = slice(column, column + 1)
-        incoming = pinned(priorities[..., mine], positions.new_full((rows, kv_heads, 1), leaving))
-        rivals = pinned(priorities[..., slots], positions[..., :-1])
+        incoming, rivals = priorities[..., mine], priorities[..., slots]
+        if pinned is not None:
+            incoming = pinned(incoming, positions.new_full((rows, kv_heads, 1), leaving))
+            rivals = pinned(rivals, positions[..., :-1])
         chosen = take_slot(incoming.flatten(), rivals.flatten(0, 1), positions[..., :-1].flatten(0, 1))
         chosen = chosen.view(rows, kv_heads, 1)
         taken.append(chosen)

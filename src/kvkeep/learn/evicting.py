@@ -56,8 +56,9 @@ def evicting(model: Any, decide: Decide) -> Iterator[None]:
         if layer not in known:
             seen = (call.query.detach(), call.key.detach(), call.value.detach())
             trace = LayerTrace(ordinals[layer], layer, *seen, call.scaling, rotary_of(decoder, call.module))
-            # Whoever keeps tensors of the model's graph in another place has no business with those of `decide`.
-            with saved_tensors_hooks(_itself, _itself):
+            # Whoever keeps tensors of the model's graph in another place has no business with those of `decide`; and
+            # scores are float32 whatever the model computes in.
+            with saved_tensors_hooks(_itself, _itself), torch.autocast(call.query.device.type, enabled=False):
                 known[layer] = decide(trace)
         found = attend_evicted(call.query, call.key, call.value, known[layer], call.scaling)
         return found.transpose(1, 2).contiguous(), None
