@@ -20,7 +20,7 @@ from kvkeep.errors import PolicyError
 from kvkeep.evolve.program import Indices
 from kvkeep.evolve.samples import Recorded
 from kvkeep.hf.cache import KeepCache
-from kvkeep.hf.decoding import decode_batch
+from kvkeep.hf.decoding import decode_batch, end_tokens
 from kvkeep.hf.models import load_model
 from kvkeep.hf.pools import Pool
 from kvkeep.hf.scoring import batch_logprobs
@@ -133,9 +133,7 @@ class Evaluator:
 
     def __init__(self, model: Any, tokenizer: Any, *, generate: bool = False, batch_rows: int = 16) -> None:
         self.model, self.tokenizer, self.generate, self.batch_rows = model, tokenizer, generate, batch_rows
-        ends = getattr(model.generation_config, "eos_token_id", None)
-        given = ends if isinstance(ends, list | tuple) else [ends]
-        self._stop_tokens = {int(end) for end in [*given, tokenizer.eos_token_id] if end is not None}
+        self._stop_tokens = end_tokens(model, tokenizer)
 
     def read(self, jobs: Sequence[Job]) -> list[Reading]:
         """One reading for each job, in their order; jobs may be about different samples and candidates.

@@ -94,8 +94,3 @@ class Prompting:
     def repeat_prompt(self) -> RepeatPrompt:
         """Asks for the repetition of a context, for policies that judge by it."""
         return RepeatPrompt.of(self.tokenizer, self._texts.footer)
-
-    @property
-    def stop_tokens(self) -> set[int]:
-        """Tokens that end an answer, as far as the tokenizer knows them."""
-        return set() if self.tokenizer.eos_token_id is None else {int(self.tokenizer.eos_token_id)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvkeep.budget import Budget, ratio_to_entries
 from kvkeep.hf.cache import KeepCache
-from kvkeep.hf.decoding import decode_batch
+from kvkeep.hf.decoding import decode_batch, end_tokens
 from kvkeep.hf.dense import kept_masks, masked_decode, masked_logits, uniform_cache
 from kvkeep.hf.repeat_prompt import RepeatPrompt
 from kvkeep.hf.scoring import kl_divergence
@@ -41,11 +41,6 @@ class Prompts(Protocol):
     @property
     def overhead(self) -> int:
         """Tokens that a chat template adds, at most."""
-        ...
-
-    @property
-    def stop_tokens(self) -> set[int]:
-        """Tokens that end an answer."""
         ...
 
     def context(self, text: str) -> Any:
@@ -98,9 +93,7 @@ class Auditor:
         self.model, self.tokenizer, self.settings, self.prompts = model, tokenizer, settings, prompts
         self._identity, self._versions = identity, versions
         self._policies = {name: parse_prompt_policy(name) for name in settings.policies}
-        ends = getattr(model.generation_config, "eos_token_id", None)
-        given = ends if isinstance(ends, list | tuple) else [ends]
-        self._stop_tokens: Collection[int] = {int(e) for e in given if e is not None} | prompts.stop_tokens
+        self._stop_tokens = end_tokens(model, tokenizer)
 
     def keys(self, sample: Sample) -> list[Key]:
         """The keys of all rows of a sample."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from kvkeep.lab.ceiling import METRICS, Ceiling
 from kvkeep.lab.intervals import Measured
 from kvkeep.lab.published import PUBLISHED, SOURCE
+from kvkeep.results.whole_files import write_whole
 
 TABLE, RECORD, CHART, SCATTER = "ceiling.md", "ceiling.json", "ceiling.svg", "dropped_mass.svg"
 SCHEMA_VERSION = 1
@@ -114,9 +114,7 @@ def write(
         **charts(ceiling, records),
     }
     for name, content in contents.items():
-        draft = folder / f".{name}.new"
-        draft.write_text(content, encoding="utf-8")
-        os.replace(draft, folder / name)
+        write_whole(folder / name, content)
     return [folder / name for name in contents]
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import vl_convert
 from markupsafe import Markup
 
@@ -17,6 +15,8 @@ from kvkeep.errors import ResultsError
 from kvkeep.results.appending import ROWS, read_run, whole_lines
 from kvkeep.results.report.charts import HEIGHT, VEGA_LITE, clean
 from kvkeep.results.report.numbers import number_text
+from kvkeep.results.report.rendering import environment, style_sheet
+from kvkeep.results.whole_files import write_whole
 
 PAGE = "index.html"
 _WIDTH = 640
@@ -40,16 +40,9 @@ def write_training_page(folder: str | os.PathLike[str]) -> Path:
     steps, looks = ([r for r in records if str(r["key"]).startswith(kind)] for kind in ("step", "look"))
     if not steps:
         raise ResultsError(expected=f"a training run in {folder}", received="no step yet", remedy="wait for its first")
-    environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(lambda name: (files("kvkeep.learn") / name).read_text(encoding="utf-8")),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["number"] = number_text
-    text = environment.get_template("training.html").render(
-        css=Markup((files("kvkeep.results.report") / "page.css").read_text(encoding="utf-8")),
+    page = environment("kvkeep.learn", number=number_text).get_template("training.html")
+    text = page.render(
+        css=style_sheet(),
         model=run.settings.get("model") or "a model",
         settings=run.settings["settings"],
         geometry=run.settings["geometry"],
@@ -61,10 +54,8 @@ def write_training_page(folder: str | os.PathLike[str]) -> Path:
         finetune=run.settings.get("finetune"),
         facts=json.dumps(run.settings, indent=2, ensure_ascii=False),
     )
-    page, draft = folder / PAGE, folder / f".{PAGE}.new"
-    draft.write_text(text, encoding="utf-8", errors="replace", newline="\n")
-    os.replace(draft, page)
-    return page
+    write_whole(folder / PAGE, text)
+    return folder / PAGE
 
 
 def _charts(

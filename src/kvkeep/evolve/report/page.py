@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from importlib.resources import files
 from pathlib import Path
-
-import jinja2
-from markupsafe import Markup
 
 from kvkeep.errors import ResultsError
 from kvkeep.evolve.campaign import controls_of, verdicts_of
@@ -24,7 +20,9 @@ from kvkeep.evolve.report.parts import (
     score_text,
 )
 from kvkeep.results.report.numbers import number_text
+from kvkeep.results.report.rendering import environment, style_sheet
 from kvkeep.results.rows import PROTOCOLS
+from kvkeep.results.whole_files import write_whole
 
 PAGE = "index.html"
 
@@ -44,28 +42,19 @@ def write_search_report(folder: str | os.PathLike[str]) -> Path:
         raise ResultsError(
             expected=f"a search in {folder} that has judged a program", received="none yet", remedy="wait for its seeds"
         )
-    page, draft = folder / PAGE, folder / f".{PAGE}.new"
-    draft.write_text(_render(history), encoding="utf-8", errors="replace", newline="\n")
-    os.replace(draft, page)
-    return page
+    write_whole(folder / PAGE, _render(history))
+    return folder / PAGE
 
 
 def _render(history: History) -> str:
-    environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_text),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"points": score_text, "number": number_text}
     archive = replay(history)
     axes = [
         ("weight share of FRC's features", "stage 1, points"),
         ("search score, points", "held out, nats a token"),
     ]
-    return environment.get_template("search.html").render(
-        css=Markup((files("kvkeep.results.report") / "page.css").read_text(encoding="utf-8")),
+    templates = environment("kvkeep.evolve.report", points=score_text, number=number_text)
+    return templates.get_template("search.html").render(
+        css=style_sheet(),
         history=history,
         model=history.settings.get("model", "a model"),
         samples=history.settings.get("samples", {}),
@@ -98,7 +87,3 @@ def _share_of_guards(history: History) -> float | None:
     evaluations = [c.evaluation for c in history.candidates if c.evaluation is not None]
     guard, model = (sum(getattr(e, f"{name}_seconds") for e in evaluations) for name in ("guard", "model"))
     return guard / (guard + model) if guard + model else None
-
-
-def _text(name: str) -> str:
-    return (files("kvkeep.evolve.report") / name).read_text(encoding="utf-8")
