@@ -12,6 +12,7 @@ import json
 import platform
 import random
 import statistics
+import subprocess
 import sys
 import time
 import tomllib
@@ -72,9 +73,12 @@ class Claim:
 
 
 def sittings_in(folder: Path, claim: Claim, threads: int) -> KeyedLog:
-    """Turns of a measurement that is too long for one sitting; another claim, version or machine is another folder."""
-    versions = {name: version(name) for name in ("kvkeep", "torch", "transformers")}
-    return KeyedLog(folder, {"claim": claim.cell, "threads": threads, "machine": platform.machine(), **versions})
+    """Turns of a measurement that is too long for one sitting; another claim, code or machine is another folder."""
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    git = ["git", "-C", str(CLAIMS.parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    code = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    machine = f"{platform.node()}, {platform.machine()}"
+    return KeyedLog(folder, {"claim": claim.cell, "threads": threads, "machine": machine, "code": code, **versions})
 
 
 class Milliseconds(float):

@@ -45,7 +45,8 @@ def test_a_search_its_controls_and_what_holds_elsewhere(evolve, kvkeep, folder, 
     }
     assert found["controls"][0]["fitness"] == pytest.approx(found["seed"]["fitness"], abs=1e-3)
     assert {verdict["protocol"] for verdict in found["promotion"]} == {"query-agnostic", "query-aware"}
-    assert [ranks["n"] >= 0 for ranks in found["rank_correlations"]] == [True, True]
+    first, _ = found["rank_correlations"]
+    assert 0 < first["n"] <= 7  # the programs that are weighted sums and came through stage 1
     assert found["drift"] == []  # of two generations
     if found["page"] is not None:
         assert Path(found["page"]).stat().st_size > 10_000

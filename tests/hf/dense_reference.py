@@ -65,8 +65,8 @@ def dense_with_evictions(model: PreTrainedModel, cache: KeepCache | None) -> Ite
     """
     _evicted.clear()
     if cache is not None:
-        columns = cache._marks.last_cut.columns  # type: ignore[union-attr]
-        lengths = cache._marks.last_cut.lengths  # type: ignore[union-attr]
+        columns = cache._marks.last_cut.columns
+        lengths = cache._marks.last_cut.lengths
         for layer in cache.keep_layers:
             gone = torch.ones(len(lengths), layer.store.kv_heads, columns, dtype=torch.bool)
             for row, length in enumerate(lengths):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,7 +32,13 @@ def test_results_come_in_the_order_of_units(name: str, threads: int, monkeypatch
         found = list(pool.map(range(20)))
         again = list(pool.map([3]))
         taken: list[int] = []
-        mixed = pool.unordered(taken.append(unit) or unit for unit in range(20))  # type: ignore[func-returns-value]
+
+        def units() -> Iterator[int]:
+            for unit in range(20):
+                taken.append(unit)
+                yield unit
+
+        mixed = pool.unordered(units())
         first = next(mixed)
         ahead = len(taken)
         rest = list(mixed)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import signal
-import subprocess
 import sys
 
 import pytest
@@ -25,6 +22,7 @@ from kvkeep.learn.texts import windows_of
 from kvkeep.learn.train import train
 from kvkeep.testing import fake_model
 
+from .killing import needs_signals, run_until_killed
 from .test_train import CORPUS, LENGTH, records
 
 BOTH = {"length", "sequences", "batch", "pairs", "heldout", "evaluate_every", "checkpoint_every", "seed"}
@@ -226,26 +224,10 @@ def _quiet():
 
 # --- going on, and what is left ---------------------------------------------------------------------------------------
 
-CHILD = """
-import sys
-from pathlib import Path
-from learn.test_finetune import run
-run(Path(sys.argv[1]), sequences=400, on_progress=lambda p: print(p.step, flush=True))
-"""
 
-
-@pytest.mark.skipif(os.name != "posix", reason="sends SIGKILL")
+@needs_signals
 def test_a_run_that_was_really_killed(tmp_path):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(["tests", "src", os.environ.get("PYTHONPATH", "")])}
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True, env=env
-    )
-    for line in child.stdout:
-        if int(line) == 5:
-            child.send_signal(signal.SIGKILL)
-            break
-    child.stdout.close()
-    assert child.wait(60) == -signal.SIGKILL
+    run_until_killed("learn.test_finetune", tmp_path / "run", step=5)
     goes_on_as_if_nothing_had_happened(tmp_path, len(records(tmp_path / "run")) + 3, sequences=400)
     with pytest.raises(ResultsError, match=r"finetune\.top: 256 -> 8"):
         run(tmp_path / "run", sequences=400, top=8)

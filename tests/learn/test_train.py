@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -28,6 +24,8 @@ from kvkeep.learn.train import train
 from kvkeep.results.appending import whole_lines
 from kvkeep.tasks.text import Message, sotu_messages
 from kvkeep.testing import fake_model
+
+from .killing import needs_signals, run_until_killed
 
 WORDS = [
     "the",
@@ -256,13 +254,6 @@ def test_what_cannot_be_is_refused_before_the_work(tmp_path, options, says):
 
 # --- going on ---------------------------------------------------------------------------------------------------------
 
-CHILD = """
-import sys
-from pathlib import Path
-from learn.test_train import run
-run(Path(sys.argv[1]), sequences=400, on_progress=lambda p: print(p.step, flush=True))
-"""
-
 
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
     options = {"sequences": 14, "checkpoint_every": 5}
@@ -283,18 +274,9 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
         run(tmp_path / "broken", pairs=17, **options)
 
 
-@pytest.mark.skipif(os.name != "posix", reason="sends SIGKILL")
+@needs_signals
 def test_a_run_that_was_really_killed(tmp_path):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(["tests", "src", os.environ.get("PYTHONPATH", "")])}
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True, env=env
-    )
-    for line in child.stdout:
-        if int(line) == 7:
-            child.send_signal(signal.SIGKILL)
-            break
-    child.stdout.close()
-    assert child.wait(60) == -signal.SIGKILL
+    run_until_killed("learn.test_train", tmp_path / "run", step=7)
     before = records(tmp_path / "run")
     assert len(before) >= 7
     settings_of_run = json.loads((tmp_path / "run" / "run.json").read_text())["settings"]["settings"]

@@ -192,8 +192,17 @@ def test_all_tasks_come_first_and_the_best_policies_before_others() -> None:
     assert list(together.rows) == ["good", "poor"]  # a mean over other tasks is another number
     assert [cell.mean for cell in together.rows["good"] if cell] == ["0.70"]
     assert list(first.rows) == ["partial", "good", "poor"]
+    rows.append(row(policy="good", task="b/z", sample="b/z/0", cluster="b/z/0", score=None))
+    assert [block.task for block in blocks(rows, [METRICS["score"]])] == ["", "a/x", "a/y"]
     alone = blocks([each for each in rows if each.task == "a/x"], [METRICS["score"]])
     assert [block.task for block in alone] == ["a/x"]
+
+
+def test_one_that_lacks_a_budget_comes_behind_those_that_have_all() -> None:
+    scores = {("easy", 0.5): 0.6, ("good", 0.5): 0.7, ("good", 0.9): 0.3, ("poor", 0.5): 0.2, ("poor", 0.9): 0.1}
+    rows = [row(policy=name, budget={"compression_ratio": r}, score=score) for (name, r), score in scores.items()]
+    (table,) = blocks(rows, [METRICS["score"]])
+    assert list(table.rows) == ["good", "poor", "easy"]
 
 
 def test_what_lacks_tasks_is_not_drawn_but_named(tmp_path: Path) -> None:

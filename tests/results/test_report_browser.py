@@ -103,7 +103,7 @@ def test_a_protocol_and_a_task_are_chosen(page: Page) -> None:
 def test_another_number_and_another_budget(page: Page) -> None:
     choose(page, "select[data-picks=tasks]", "kl")
     text = page.run("[...document.querySelectorAll('#tasks tbody:not(.off)')].map((each) => each.textContent).join('')")
-    assert text.index("all tasks") < text.index("fidelity/prose")
+    assert "fidelity/prose" in text
     maps = page.run(VISIBLE.format("#heads figure"))
     choose(page, "select[data-picks=heads]", "0")
     assert page.run(VISIBLE.format("#heads figure")) == maps == len(POLICIES)

@@ -38,7 +38,7 @@ def attend(query: Tensor, layer: RaggedLayer, scaling: float) -> Tensor:
 
 
 def _over_uncut(query: Tensor, tail: Tail, scaling: float) -> Tensor:
-    """Where nothing was cut and nothing is padding there is one rectangle already, which torch reads in one go."""
+    """Where nothing was cut and nothing is padding there is one rectangle already, which torch reads without a copy."""
     count, outputs = query.shape[2], []
     for block in query_blocks(count, query.shape[0] * query.shape[1] * tail.length):
         columns, hidden = visible_columns(tail, block, count)

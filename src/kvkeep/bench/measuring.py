@@ -159,6 +159,7 @@ class Measurer:
                     talk = cut.cache.fork()
                     ids = self.prompting.question(context.end, turn)
                 place = _Place(sample, index, context, "query-agnostic")
+                ids = self._read_question(talk, turn, ids)
                 fidelity = self._fidelity([cut], talk.fork(), ids, turn, index, yardsticks)[0]
                 answer = self._decode(place, talk, [ids])[0]
                 yield self._row(place, _weighed(cut, talk), answer, fidelity)
@@ -168,14 +169,11 @@ class Measurer:
     ) -> Iterator[Row]:
         """One question, asked of all caches of a group together."""
         stacked = _copy_of(group)
-        if place.turn.metric != CONTINUATION and self._has_reference(place.turn) and len(ids) > 1:
-            # The question is read once for both, but its last token, from which each of them goes on.
-            self._read(stacked, ids[:-1])
-            ids = ids[-1:]
         if place.turn.metric == CONTINUATION:
             fidelity = self._fidelity(group, stacked, ids[:1], place.turn, place.index, yardsticks, ids[1:])
             answers: list[list[int]] = [[] for _ in group]
         else:
+            ids = self._read_question(stacked, place.turn, ids)
             fidelity = self._fidelity(group, stacked.fork(), ids, place.turn, place.index, yardsticks)
             answers = self._decode(place, stacked, [ids] * len(group))
         for cut, answer, closeness in zip(group, answers, fidelity, strict=True):
@@ -287,6 +285,17 @@ class Measurer:
     def _has_reference(self, turn: Turn) -> bool:
         """Whether predictions are measured along the turn's reference answer."""
         return self.settings.fidelity and bool(turn.references) and not turn.reasoned
+
+    def _read_question(self, cache: KeepCache, turn: Turn, ids: Sequence[int]) -> list[int]:
+        """Read a question but for its last token, where the reference and the answer both go on from it.
+
+        Returns:
+            What is left to read.
+        """
+        if not self._has_reference(turn) or len(ids) < 2:
+            return list(ids)
+        self._read(cache, ids[:-1])
+        return list(ids[-1:])
 
     @torch.no_grad()
     def _read(self, stacked: KeepCache, ids: Sequence[int], logits: int = 1) -> Tensor:

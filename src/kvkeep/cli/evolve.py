@@ -332,10 +332,10 @@ def _fresh(mutator: Mutator, name: str) -> Mutator:
 
 
 def _write_best(folder: Path, history: History) -> None:
-    best, path, draft = history.best, folder / "best.py", folder / ".best.py.new"
-    if best is not None:
-        draft.write_text(best.source, encoding="utf-8")
-        draft.replace(path)  # who reads it meanwhile finds the former one, whole
+    from kvkeep.whole_files import write_whole
+
+    if history.best is not None:
+        write_whole(folder / "best.py", history.best.source)  # who reads it meanwhile finds the former one
 
 
 def _page(folder: Path) -> Path | None:

@@ -167,7 +167,7 @@ def ceiling(
     from kvkeep.tasks.text import digest_of
 
     with packages("charts are made with", "report"):
-        import scipy.stats  # type: ignore[import-untyped]  # noqa: F401  # before the work, not after it
+        import scipy.stats  # noqa: F401  # before the work, not after it
         import vl_convert  # noqa: F401
     texts = _documents(text)
     loaded, tokenizer = load(model, dtype="float32", device=device)

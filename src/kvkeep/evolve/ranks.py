@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import scipy.stats  # type: ignore[import-untyped]
+import scipy.stats
 
 from kvkeep.evolve.campaign import contestants_of, controls_of, measured_of
 from kvkeep.evolve.history import History

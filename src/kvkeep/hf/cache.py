@@ -39,7 +39,7 @@ from kvkeep.hf.seen_tokens import SeenTokens
 from kvkeep.hf.sliding import KeepSlidingLayer, refused_assisted_decoding
 from kvkeep.hf.spans import Span
 from kvkeep.hf.stacking import stack_caches
-from kvkeep.hf.support import check_rotary, rope_switch, unwrap
+from kvkeep.hf.support import rope_switch, unwrap
 from kvkeep.observation import SecondPass
 from kvkeep.store import Ledger
 
@@ -126,8 +126,6 @@ class KeepCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._cap: Cap | None = None
         if self._online:
             self._cap = Cap(self._online, self.budget, self._plans, unwrap(model).dtype, self.protect)
-            if self._online.needs_rotary:
-                check_rotary(unwrap(model))
         inner = attach(model)
         self._switch = rope_switch(inner)
         self._model = weakref.ref(inner)

@@ -77,7 +77,8 @@ class CacheOptions:
         question = None if question is None else read_span(question)
         cut_chunks = read_cut_chunks(cut_chunks, prompt_tokens, question, table)
         needs = reduce(or_, (policy.needs() for policy in table), Needs())
-        if needs.rotary or needs.second_passes:  # a repetition goes further than the text
+        # A repetition goes further than the text.
+        if needs.rotary or needs.second_passes or (online is not None and online.needs_rotary):
             check_rotary(unwrap(model))
         if rerotate_keys:
             check_rerotation(model)

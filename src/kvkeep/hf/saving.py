@@ -37,15 +37,15 @@ def save(cache: KeepCache, path: Path, *, session: dict[str, Any] | None = None)
         )
     tensors: dict[str, Tensor] = {}
     for index, layer in enumerate(cache.evictable_layers):
-        tensors |= {f"layer.{index}.{name}": tensor.contiguous() for name, tensor in layer.export().items()}
+        tensors |= {f"layer.{index}.{name}": tensor for name, tensor in layer.export().items()}
     for index, sliding in enumerate(cache.sliding_layers):
         if sliding.keys is not None and sliding.values is not None:
-            tensors[f"window.{index}.keys"] = sliding.keys.contiguous()
-            tensors[f"window.{index}.values"] = sliding.values.contiguous()
+            tensors[f"window.{index}.keys"] = sliding.keys
+            tensors[f"window.{index}.values"] = sliding.values
     for index, (keys, values) in enumerate(cache.last_windows()):
         # What `rewind` goes back to, where tokens have come since.
         if keys is not None and values is not None and keys is not cache.sliding_layers[index].keys:
-            tensors[f"cut.{index}.keys"], tensors[f"cut.{index}.values"] = keys.contiguous(), values.contiguous()
+            tensors[f"cut.{index}.keys"], tensors[f"cut.{index}.values"] = keys, values
     facts = {
         "schema_version": SCHEMA_VERSION,
         "model": weights_fingerprint(cache.model),

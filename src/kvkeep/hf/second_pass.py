@@ -80,7 +80,7 @@ def repeat_text(
     rows = seen.rows()
     longest = max(int((row >= 0).sum()) for row in rows)
     seconds: dict[SecondPass, float] = {}
-    for alike in _read_alike(passes):
+    for alike in read_alike(passes):
         started = time.perf_counter()
         for layer in (layer for layer in layers if isinstance(layer, KeepLayer)):
             shape = len(rows), layer.store.kv_heads, longest
@@ -100,7 +100,7 @@ def repeat_text(
     return seconds
 
 
-def _read_alike(passes: Iterable[SecondPass]) -> Iterator[tuple[SecondPass, ...]]:
+def read_alike(passes: Iterable[SecondPass]) -> Iterator[tuple[SecondPass, ...]]:
     """The passes, those together that read the same tokens of the same softmax and only weigh them otherwise."""
     ordered = sorted(passes, key=lambda each: (each.chunk, each.sinks, each.normalised))
     for _, alike in groupby(ordered, key=lambda each: (each.chunk, each.sinks)):

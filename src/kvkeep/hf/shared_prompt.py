@@ -25,7 +25,7 @@ from kvkeep.hf.planning import plan_cache
 from kvkeep.hf.policy_table import PolicyLike, policy_table
 from kvkeep.hf.recorder import Recorder
 from kvkeep.hf.repeat_prompt import RepeatPrompt
-from kvkeep.hf.second_pass import score_bytes
+from kvkeep.hf.second_pass import read_alike, score_bytes
 from kvkeep.hf.spans import Span, protected_entries
 from kvkeep.hf.support import CACHE_ARGUMENT, LayerPlan, plan_model
 from kvkeep.observation import Needs, Observation
@@ -95,7 +95,7 @@ class SharedPrompt:
 
         Its ledger's peak is what the text alone would have needed, by `plan_cache`, where one policy governs all
         layers; the shared prefill is not counted. A second pass is run once; its time counts for each policy that
-        needs it.
+        needs it, with what others that read alike wanted of it.
 
         Args:
             policy: one of those that were announced, or one that needs no more than they.
@@ -141,7 +141,9 @@ class SharedPrompt:
         cut_together(layers, held)
         check_kept(layers, whole)
         passes = {each for layer in layers for each in layer.policy.needs().second_passes}
-        seconds = time.perf_counter() - started + sum(self._pass_seconds[each] for each in passes)
+        # Passes that one reading served count all of it, each of them.
+        seconds = time.perf_counter() - started
+        seconds += sum(max(self._pass_seconds[each] for each in alike) for alike in read_alike(passes))
         cache.begin_with([self.length], self.length, self._windows, notes=notes, seconds=seconds, ids=self._ids)
         if all(layer.policy == layers[0].policy for layer in layers):
             alone = plan_cache(self.model, layers[0].policy, cache.budget, self.length, self.repeat_prompt)

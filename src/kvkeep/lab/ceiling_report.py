@@ -11,7 +11,7 @@ from typing import Any
 from kvkeep.lab.ceiling import METRICS, Ceiling
 from kvkeep.lab.intervals import Measured
 from kvkeep.lab.published import PUBLISHED, SOURCE
-from kvkeep.results.whole_files import write_whole
+from kvkeep.whole_files import write_whole
 
 TABLE, RECORD, CHART, SCATTER = "ceiling.md", "ceiling.json", "ceiling.svg", "dropped_mass.svg"
 SCHEMA_VERSION = 1

@@ -190,7 +190,7 @@ def auc(scores: Sequence[float] | Floats, labels: Sequence[bool] | np.ndarray[tu
     Returns:
         0 to 1; NaN where all labels are the same.
     """
-    from scipy.stats import rankdata  # type: ignore[import-untyped]
+    from scipy.stats import rankdata
 
     truth = np.asarray(labels, dtype=bool)
     positive, negative = int(truth.sum()), int((~truth).sum())

@@ -16,7 +16,7 @@ from kvkeep.results.appending import ROWS, read_run, whole_lines
 from kvkeep.results.report.charts import HEIGHT, VEGA_LITE, clean
 from kvkeep.results.report.numbers import number_text
 from kvkeep.results.report.rendering import environment, style_sheet
-from kvkeep.results.whole_files import write_whole
+from kvkeep.whole_files import write_whole
 
 PAGE = "index.html"
 _WIDTH = 640

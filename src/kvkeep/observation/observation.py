@@ -105,7 +105,8 @@ class Observation:
         """What `compute` gives, the first time; what it gave then, at every later cut of the same entries.
 
         Args:
-            key: names it. A policy takes itself, which equals another one with the same options.
+            key: names it. A policy takes itself, which equals another one with the same options, or a tuple that begins
+                with its class; bare texts are the observation's own.
             compute: must look at nothing that `for_cut` changes, and nobody may write to what it returns.
         """
         if key not in self._memo:
@@ -252,7 +253,7 @@ class Observation:
     def _float(self, name: str) -> Tensor:
         # Norms and dot products are taken in float32: squares of a half-precision key overflow.
         tensor: Tensor = getattr(self, name)
-        return self.once(name, tensor.float)
+        return self.once(f"{name} in float32", tensor.float)
 
     def _heads_agree(self) -> bool:
         """Whether all cells of a row hold the same positions, as after a first prompt."""

@@ -47,7 +47,7 @@ class Critical(Selector):
 
     def weights(self, observation: Observation) -> Tensor:
         """The norms of the projected values, `[B, H_kv, N]`."""
-        return observation.once("projected norms", lambda: projected_norms(observation))
+        return observation.once((Critical, "norms"), lambda: projected_norms(observation))
 
     def select(self, judgement: Judgement, counts: Tensor) -> Tensor:
         """Exactly `counts` entries of each cell."""

@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 
 from kvkeep.errors import ResultsError
 from kvkeep.results.rows import SCHEMA_VERSION, check_schema_version
-from kvkeep.results.whole_files import sync_folder, write_whole
+from kvkeep.whole_files import sync_folder, write_whole
 
 ROWS = "rows.jsonl"
 RUN = "run.json"

@@ -13,6 +13,7 @@ import polars as pl
 
 from kvkeep.results.log import iterate_rows
 from kvkeep.results.rows import Row
+from kvkeep.whole_files import replacing
 
 PARQUET = "results.parquet"
 
@@ -97,7 +98,6 @@ def compact(folder: str | os.PathLike[str]) -> Path:
 def write_parquet(rows: Iterable[Row], folder: str | os.PathLike[str]) -> Path:
     """Write rows as `results.parquet` into a folder: whole, or not at all."""
     path = Path(folder) / PARQUET
-    draft = path.with_name(f".{PARQUET}.new")
-    frame(rows).write_parquet(draft)
-    os.replace(draft, path)
+    with replacing(path) as draft:
+        frame(rows).write_parquet(draft)
     return path

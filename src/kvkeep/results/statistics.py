@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import scipy.stats  # type: ignore[import-untyped]
+import scipy.stats
 
 from kvkeep.errors import ResultsError
 

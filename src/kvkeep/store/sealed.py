@@ -6,9 +6,7 @@ A safetensors file with a JSON text in its header, and a SHA-256 of the text and
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvkeep.store.digest import sha256_of
+from kvkeep.whole_files import replacing
 
 
 def write_sealed(path: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write a file. It appears under its name when it is whole and on the disk; a former one stays until then.
+    """Write a file, whole and on the disk or not at all; a former one stays until then.
 
     Args:
         path: in a folder that exists.
@@ -32,15 +31,10 @@ def write_sealed(path: Path, facts: Mapping[str, Any], tensors: Mapping[str, Ten
     """
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     text = json.dumps(dict(facts), sort_keys=True)
-    draft = path.with_name(path.name + ".partial")
     try:
-        save_file(plain, draft, metadata={"kvkeep": text, "sha256": sha256_of(text, plain)})
-        with draft.open("rb") as file:
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except (OSError, SafetensorError) as error:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
+        with replacing(path, durable=True) as draft:
+            save_file(plain, draft, metadata={"kvkeep": text, "sha256": sha256_of(text, plain)})
+    except SafetensorError as error:
         raise OSError(str(error)) from error
 
 

@@ -228,11 +228,11 @@ class SlotLayer:
 
     def filled(self, rows: slice = slice(None)) -> list[int]:
         """Entries that a cell of each row holds: the first so many columns."""
-        return [min(length, self.capacity) for length in self.lengths[rows]]
+        return [self._filled_at(length) for length in self.lengths[rows]]
 
     def filled_slots(self, rows: slice = slice(None)) -> list[int]:
         """Slots of each row that are taken: the first so many."""
-        return [max(0, count - self.sinks - self.window) for count in self.filled(rows)]
+        return [self._slots_at(length) for length in self.lengths[rows]]
 
     def column_of(self, positions: Tensor) -> Tensor:
         """Columns of tokens that are in the window, by position."""

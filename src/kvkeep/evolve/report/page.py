@@ -22,7 +22,7 @@ from kvkeep.evolve.report.parts import (
 from kvkeep.results.report.numbers import number_text
 from kvkeep.results.report.rendering import environment, style_sheet
 from kvkeep.results.rows import PROTOCOLS
-from kvkeep.results.whole_files import write_whole
+from kvkeep.whole_files import write_whole
 
 PAGE = "index.html"
 

@@ -29,7 +29,7 @@ from kvkeep.results.report.tables import Block, CostRow, blocks, costs, markdown
 from kvkeep.results.rows import FULL, PROTOCOLS, SCHEMA_VERSION, Row
 from kvkeep.results.statistics import FEW
 from kvkeep.results.summary import budget_label, budgets_of, bytes_label, group, points, policies_of
-from kvkeep.results.whole_files import write_whole
+from kvkeep.whole_files import write_whole
 
 _HERE = "kvkeep.results.report"
 

@@ -100,10 +100,11 @@ def blocks(rows: Sequence[Row], metrics: Sequence[Metric] = tuple(QUALITY)) -> l
     order = {name: index for index, name in enumerate(protocols_of(rows))}
     cells = group(rows, lambda row: (order[row.protocol], row.task, row.length))
     together = group(rows, lambda row: (order[row.protocol], "", row.length))
-    several = {place: members for place, members in together.items() if len({row.task for row in members}) > 1}
     found = []
     for metric in metrics:
-        for (protocol, task, length), members in sorted((several | cells).items()):
+        for (protocol, task, length), members in sorted((together | cells).items()):
+            if not task and len({row.task for row in members if metric.of(row) is not None}) < 2:
+                continue
             comparable = [point for point in points(members, metric) if not point.missing]
             by_place: dict[tuple[str, BudgetKey], Cell] = {(p.policy, p.budget): cell_of(p, metric) for p in comparable}
             if by_place:
@@ -118,10 +119,11 @@ def blocks(rows: Sequence[Row], metrics: Sequence[Metric] = tuple(QUALITY)) -> l
 
 
 def _best_first(found: Sequence[Point], metric: Metric) -> list[str]:
-    """Policies by their mean over the budgets, behind the full cache."""
+    """Policies by their mean over the budgets, behind the full cache; those that lack a budget come behind others."""
     sign = -1 if metric.higher_is_better else 1
-    means = {name: fmean(p.estimate.mean for p in of) for name, of in group(found, lambda p: p.policy).items()}
-    return sorted(means, key=lambda name: (name != FULL, sign * means[name], name))
+    by_policy = group(found, lambda point: point.policy)
+    means = {name: fmean(point.estimate.mean for point in of) for name, of in by_policy.items()}
+    return sorted(means, key=lambda name: (name != FULL, -len(by_policy[name]), sign * means[name], name))
 
 
 def costs(rows: Sequence[Row]) -> list[CostRow]:

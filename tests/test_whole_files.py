@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from kvkeep.results.whole_files import write_whole
+from kvkeep.whole_files import write_whole
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -32,3 +32,4 @@ def test_the_former_file_stays_where_the_new_one_cannot_be_finished(tmp_path, mo
     with pytest.raises(OSError, match="no space"):
         write_whole(path, "second", durable=durable)
     assert path.read_text() == "first"
+    assert os.listdir(tmp_path) == ["table.md"]
